@@ -6,7 +6,7 @@ import pytest
 from support.stories import Teller, envelopes, incident, node_incident
 
 from gpuops.agent.checkpoint.failure_history import (
-    AGAIN_S,
+    REFRESH_S,
     WINDOW_DAYS,
     FailureRecord,
     failures_on_record,
@@ -131,10 +131,10 @@ def test_later_generations_hear_of_what_happened_since():
     assert told(record) == FailureRate(1, 10.0)
     assert told(record) == FailureRate(1, 10.0)
 
-    clock.advance(AGAIN_S + 1)
+    clock.advance(REFRESH_S + 1)
     record.env()
     assert told(record) == FailureRate(2, 20.0)
-    clock.advance(AGAIN_S + 1)
+    clock.advance(REFRESH_S + 1)
     record.env()
     # There is nothing more to be had, and what was read stands.
     assert told(record) == FailureRate(2, 20.0)

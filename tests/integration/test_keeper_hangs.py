@@ -67,10 +67,10 @@ def test_one_that_is_stopped_is_ended_before_another_takes_its_place_under_the_r
     rank = rank_of(stack, path)
     rank.keeper.restore_point(30.0)
     state = rank.reserve().save(7).state
-    until(lambda: keeping.tend() or keeping.state().step == 7, what="the commit")
+    until(lambda: keeping.run_once() or keeping.state().step == 7, what="the commit")
 
     os.kill(first, signal.SIGSTOP)
-    until(lambda: keeping.tend() or len(started) == 2, what="another keeper")
+    until(lambda: keeping.run_once() or len(started) == 2, what="another keeper")
 
     assert not is_alive(first)
     assert started[1].pid != first
@@ -82,7 +82,7 @@ def test_one_that_is_stopped_is_ended_before_another_takes_its_place_under_the_r
     found = until(lambda: again.save(9), what="a save")
     assert isinstance(found, Lease)
     assert found.state == StateId(state.epoch, 9)
-    until(lambda: keeping.tend() or keeping.state().step == 9, what="the next commit")
+    until(lambda: keeping.run_once() or keeping.state().step == 9, what="the next commit")
     assert len(started) == 2
 
 

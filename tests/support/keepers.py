@@ -134,12 +134,12 @@ class Heard:
         self.flushes = []
         self.overs = 0
 
-    def began(self, started, newest, *, lost=None):
+    def keeper_started(self, started, newest, *, lost=None):
         self.adopted.append((started.adopted, newest))
         self.lost.append(lost)
         self.ended += [started.ended] if started.ended else []
 
-    def heard(self, events):
+    def record_events(self, events):
         self.events += events
 
     def newest(self, state, *, is_new):
@@ -151,5 +151,5 @@ class Heard:
     def flushed(self, done):
         self.flushes.append(done)
 
-    def over(self):
+    def end_generation(self):
         self.overs += 1

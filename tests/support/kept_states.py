@@ -7,7 +7,7 @@ which make the same steps on all nodes, and the transfers.
 import random
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
-from gpuops.agent.checkpoint.leader import CommitLeader, watermark_of
+from gpuops.agent.checkpoint.leader import CommitLeader, commit_record_of
 from gpuops.agent.checkpoint.messages import FIELD, StoredStates
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import GroupDigest
@@ -272,11 +272,11 @@ class Saver(Player):
         self.looked_s = world.rng.uniform(-1, 0)
 
     def heartbeat_payload(self):
-        said = self.agreement.said()
+        said = self.agreement.node_status()
         return {} if said is None else {FIELD: said}
 
     def join_payload(self):
-        return {FIELD: self.agreement.holding(self.keeper)} if self.world.keeps(self) else {}
+        return {FIELD: self.agreement.inventory(self.keeper)} if self.world.keeps(self) else {}
 
     def before_save(self, roster):
         if self.world.keeps(self):
@@ -293,7 +293,7 @@ class Saver(Player):
         if self.running is not None and now_s - self.looked_s >= 1.0:
             self.looked_s = now_s
             self.agreement.fetch()
-            self.agreement.look(self.keeper, self.keeper.status())
+            self.agreement.update(self.keeper, self.keeper.status())
 
 
 class SavingWorld(World):
@@ -358,11 +358,11 @@ class SavingWorld(World):
         """End a node's keeper under its workers, and start another one in its place."""
         before, roster = player.keeper, player.leader.roster
         before.is_alive = False
-        player.agreement.lost()
+        player.agreement.detach()
         player.keeper = keeper = Keeper(self, player.node)
         keeper.begin(before.shard)
         keeper.is_behind_to = self.step
-        assert player.agreement.begin_again(keeper, roster, before.chosen[1])
+        assert player.agreement.begin_replaced(keeper, roster, before.chosen[1])
         keeper.ranks = before.ranks
 
     def told(self):
@@ -430,7 +430,7 @@ class SavingWorld(World):
     def mark(self):
         """Return the watermark that is on the board."""
         keys = self.players[0].link.keys
-        return watermark_of(self.store.get(keys.commit_record()))[1]
+        return commit_record_of(self.store.get(keys.commit_record()))[1]
 
     def check(self):
         """Fail where something was agreed on that must not be."""

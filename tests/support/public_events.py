@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpuops.agent.checkpoint.keeper_events import SaveCounter, read_events, single
+from gpuops.agent.checkpoint.keeper_events import SaveCounter, journal_event, read_events
 from gpuops.agent.journal.payloads import LastSave
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.status.server import metrics as agent_metrics
@@ -153,5 +153,5 @@ def _of_checkpoints():
     for event in read_events([{"kind": kind, **KEEPER} for kind in COUNTED]):
         tally.add(event)
     found = [(kind, payload) for kind, payload, _severity in tally.take()]
-    alone = map(single, read_events([{"kind": kind, **KEEPER} for kind in SINGLE]))
+    alone = map(journal_event, read_events([{"kind": kind, **KEEPER} for kind in SINGLE]))
     return found + [(kind, payload) for kind, payload, _severity in alone]

@@ -4,17 +4,17 @@ A keeper (`gpuops.checkpoint.keeper`) holds the states of one node in memory. Th
 or adopts it and lets the nodes of a run agree on two questions: is a state saved on all nodes
 (*commit*), and which state does the next generation load (*restore*).
 
-* `start`: which kind of checkpointing this run has, and the folder of its keeper; returns a
+* `start`: whether this run checkpoints in memory, and the folder of its keeper; returns a
   `CheckpointService`.
-* `api`: `CheckpointService`, which the agent calls; this one keeps nothing.
+* `api`: `CheckpointService`, which the agent calls; the base class keeps nothing.
 * `keeper_supervisor`, `keeper_restarts`: the keeper process: started, polled, replaced, ended.
-* `follower`, `final_commit`: this node's part in the agreement; `leader`: the leading node's part.
+* `follower`, `final_commit`: this node's part in the agreement; `leader`: the leader's part.
 * `rules`, `replica_check`: the rules, as pure functions.
-* `messages`: what goes through the control record. Bounded; other nodes are not trusted to be sane.
-* `record`, `keeper_events`: what of all this is written into the run's journal.
-* `stored_states`: which states the persistent directory has.
+* `messages`: the messages in the control store, bounded and validated.
+* `record`, `keeper_events`: the keeper's events in the run's journal.
+* `stored_states`: the states in the persistent directory.
 * `failure_history`: the failure rate that ``every="auto"`` uses.
 
-A report goes through `follower` -> control record -> `leader` -> `rules` -> control record ->
-`follower`, which sends it to the keeper.
+A node's status goes through `follower` -> heartbeat -> `leader` -> `rules` -> commit record ->
+`follower`, which sends the decision to the keeper.
 """

@@ -1,4 +1,4 @@
-"""What an agent asks of what keeps its checkpoints, and what that asks of a keeper."""
+"""The interface between an agent and its checkpoints, and the results that it returns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from gpuops.model import Json
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
-OFF = ""  # a worker must not take one of somebody else's environment either
+OFF = ""  # set even so: a worker must not use a keeper from an inherited environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalFlush:
-    """What a flush came to. ``state`` is what lies in ``directory`` now, None where nothing does.
+    """The result of a flush. ``state`` is the newest in ``directory`` now, None where none is.
 
-    ``fitted``: the newest state that was committed is there; else ``why`` says what kept it.
-    ``has_place`` False: no directory was ever named, by nobody. ``is_end``: the run had ended, and
-    not because of a failure or a signal, whose incident would say it.
+    ``fitted``: the newest committed state is persistent; otherwise ``why`` gives the reason.
+    ``has_place`` False: no directory was configured. ``is_end``: the run has ended without a
+    failure or a signal, so that no incident reports this.
     """
 
     state: StateId | None = None
@@ -36,9 +36,9 @@ class FinalFlush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedKeeper:
-    """A keeper that answers. ``adopted``: the one of an agent that was killed.
+    """A keeper that answers. ``adopted``: it was started by an agent that has been killed.
 
-    ``ended``: how one before it hung that was ended for that, "" where there was none.
+    ``ended``: how a previous keeper hung, which was therefore ended; "" where none did.
     """
 
     client: KeeperClient
@@ -49,17 +49,17 @@ class StartedKeeper:
 
 
 class CheckpointService:
-    """What the other parts of an agent ask; none of it raises. This one keeps nothing in memory."""
+    """What the agent calls; no method raises. This base class keeps nothing in memory."""
 
     def __init__(self, directory: str | None = None) -> None:
         self._directory = directory
 
     def env(self) -> Mapping[str, str]:
-        """Return what the workers of the next generation find in their environment."""
-        return {KEEPER: OFF, **place_of(self._directory)}
+        """Return the environment variables for the workers of the next generation."""
+        return {KEEPER: OFF, **directory_env(self._directory)}
 
     def holding(self) -> Json | None:
-        """Return what this node sends when it joins, None where it keeps nothing."""
+        """Return the inventory that this node sends when it joins, None without a keeper."""
         return None
 
     def begin(
@@ -71,28 +71,28 @@ class CheckpointService:
     ) -> None:
         """Prepare for the workers of a generation, which start next; *roster* has their ranks."""
 
-    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 nobody is asked
-        """Return why another job keeps this one from its directory, None where none does.
+    def refusal(self, pause: Callable[[float], object]) -> str | None:  # noqa: ARG002 no directory
+        """Return why another job holds the lock of the directory, None where none does.
 
-        Ask once `begin` has been called. *pause* is called while that one may still leave.
+        To be called after `begin`. *pause* is called while that job may still release it.
         """
         return None
 
     def said(self) -> Json | None:
-        """Return what goes with a heartbeat, None where no script saves; never waits."""
+        """Return this node's status for a heartbeat, None where no script saves; never waits."""
         return None
 
     def settle(self, within_s: float) -> None:
-        """Wait until what was saved last is committed, and persistent, on all nodes.
+        """Wait until the last saved state is committed and persistent on all nodes.
 
-        For as long as there are other nodes; a node alone has nothing to wait for.
+        Returns at once in a run of one node.
         """
 
     def look(self) -> None:
-        """Take in what there is to hear; waits for less than a second."""
+        """Poll the keeper; takes less than a second."""
 
     def state(self) -> CheckpointState | None:
-        """Return what is held, None where nothing is kept; from any thread, never waits."""
+        """Return the state of the checkpoints, None without a keeper; any thread, never waits."""
         return None
 
     def flush(self, within_s: float) -> FinalFlush | None:  # noqa: ARG002 nothing is written
@@ -100,12 +100,12 @@ class CheckpointService:
         return None
 
     def end(self, save_s: float) -> None:
-        """End the keeper; what is newest is persisted before, within *save_s* (0: at once)."""
+        """Persist the newest state within *save_s* (0: skip this), then end the keeper."""
 
     def leave(self) -> None:
-        """Let go of the keeper, which waits for the next agent of this job."""
+        """Release the keeper, which waits for the next agent of this job."""
 
 
-def place_of(directory: str | None) -> dict[str, str]:
-    """Return the environment that names where states persist."""
+def directory_env(directory: str | None) -> dict[str, str]:
+    """Return the environment variable with the persistent directory, if there is one."""
     return {} if directory is None else {DIRECTORY: directory}

@@ -1,7 +1,7 @@
-"""What the store says of failures, for workers that save as often as failures make worth it.
+"""The failure rate from the incident store, for workers that save with ``every="auto"``.
 
-It is read in a thread: nothing waits for a store, and one that is not there, or does not answer, is
-no news. Until something was read the workers go by a published rate.
+It is read in a thread: nothing waits for the store. Where the store is missing or does not answer,
+the workers use a published rate.
 """
 
 import logging
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 WINDOW_DAYS = 90
 DEADLINE_S = 10.0
-AGAIN_S = 3600.0
+REFRESH_S = 3600.0
 _DAY_US = 86_400 * 1_000_000
 
 
 class FailureRecord:
-    """The failures on record, read by *read* when this is made, and hourly when workers start."""
+    """The recorded failures. *read* is called at construction, and hourly when workers start."""
 
     def __init__(self, read: Callable[[], FailureRate], clock: Clock) -> None:
         self._read = read
@@ -33,14 +33,14 @@ class FailureRecord:
         self._begin()
 
     def env(self) -> Mapping[str, str]:
-        """Return what workers that start now are given; never waits."""
-        if (self._clock.mono_ns() - self._begun_ns) / NS_PER_S >= AGAIN_S:
+        """Return the environment variables for workers that start now; never waits."""
+        if (self._clock.mono_ns() - self._begun_ns) / NS_PER_S >= REFRESH_S:
             self._begin()
         rate = self._rate
         return {} if rate is None else {FAILURES_VARIABLE: rate.to_text()}
 
     def join(self, within_s: float) -> bool:
-        """Wait for the reading; return whether it is over."""
+        """Wait for the read; return whether it has finished."""
         thread = self._thread
         if thread is not None:
             thread.join(within_s)
@@ -57,17 +57,17 @@ class FailureRecord:
         try:
             rate = self._read()
         except GpuopsError as exc:
-            log.debug("the failures on record cannot be read: %s", exc)
-        except Exception:  # boundary: whatever a database raises, the published rate will do
-            log.debug("the failures on record cannot be read", exc_info=True)
+            log.debug("the recorded failures cannot be read: %s", exc)
+        except Exception:  # boundary: whatever a database raises, the published rate remains
+            log.debug("the recorded failures cannot be read", exc_info=True)
         else:
             if rate != self._rate:
-                log.info('every="auto" goes by %s', rate.describe())
+                log.info('every="auto" uses %s', rate.describe())
             self._rate = rate
 
 
 def failures_on_record(url: str, cluster: str, root: Path, clock: Clock) -> FailureRate:
-    """Return what the store at *url* has of the last `WINDOW_DAYS` days of *cluster*.
+    """Return the failure rate of *cluster* in the last `WINDOW_DAYS` days, from the store at *url*.
 
     Raises:
         GpuopsError: There is no store, or it cannot be read.

@@ -1,7 +1,7 @@
-"""The end of a run on several nodes: what was saved last is committed, and persists, on all.
+"""The end of a run on several nodes: the last state is committed, and persisted, on all of them.
 
-It takes as long as something is written, within the time that was given; it is over as soon as any
-node has said that it cannot, or `STALLED_S` after the last sign that any comes on.
+This continues while any node writes, within the given time. It ends as soon as a node reports that
+it cannot write, or `STALLED_S` after the last progress of any node.
 """
 
 from collections.abc import Callable
@@ -13,107 +13,107 @@ from gpuops.checkpoint.types import StateId
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S, format_seconds
 
-COMMIT_S = 45.0  # until all nodes have the state in memory
+COMMIT_S = 45.0  # for all nodes to have the state in memory
 STALLED_S = 60.0
-TELL_S = 10.0  # until the others know of trouble here
-LOOK_S = 0.2
+REPORT_S = 10.0  # for the other nodes to learn of an error here
+POLL_S = 0.2
 
 
 @dataclass(slots=True)
 class FinalCommit:
     """One node's part in it.
 
-    *look* takes in how far the keeper is and says whether it is there; *newest* is the newest state
-    that it has committed.
+    *poll* polls the keeper and returns whether it is alive; *newest* returns the newest state that
+    it has committed.
     """
 
-    agreement: CommitFollower
-    look: Callable[[], bool]
+    follower: CommitFollower
+    poll: Callable[[], bool]
     newest: Callable[[], StateId | None]
     pause: Callable[[float], object]
     clock: Clock
     _given_up: tuple[StateId, str] | None = None
-    _sign: object = None
-    _sign_ns: int = 0
+    _progress: object = None
+    _progress_ns: int = 0
     _trouble_ns: int | None = None
 
     def persist(self, within_s: float) -> FinalFlush | None:
-        """Have all nodes write the newest state; None where nobody sees to it that all do."""
-        agreement, began_ns = self.agreement, self.clock.mono_ns()
+        """Have all nodes write the newest state; None where no leader coordinates them."""
+        follower, began_ns = self.follower, self.clock.mono_ns()
         self._await_commit(min(COMMIT_S, within_s / 2))
         newest = self.newest()
-        if not agreement.has_directory:
-            return FinalFlush(newest=newest, has_place=False, why="nobody named a directory")
+        if follower.directory is None:
+            return FinalFlush(newest=newest, has_place=False, why="no directory is configured")
         if newest is None:
             return FinalFlush(why="nothing was saved")
-        agreement.must_persist = True
+        follower.must_persist = True
         try:
-            why = self._written(newest, began_ns, within_s)
+            why = self._await_persisted(newest, began_ns, within_s)
         finally:
-            agreement.must_persist = False
+            follower.must_persist = False
         if why is None:
             return None
-        last = agreement.last
+        last = follower.last
         if not why and last is not None and last > newest:
-            why = agreement.why_missed(last) or "not all nodes have it"
+            why = follower.why_missed(last) or "not all nodes have it"
             newest = last
         elif why:
             self._given_up = (newest, why)
         return FinalFlush(
-            state=agreement.persisted,
+            state=follower.persisted,
             newest=newest,
             fitted=not why,
-            directory=agreement.directory,
+            directory=follower.directory,
             why=why or None,
         )
 
     def _await_commit(self, within_s: float) -> None:
-        """Wait for the agreement of all on what the ranks saved last."""
-        agreement, began_ns = self.agreement, self.clock.mono_ns()
-        while agreement.is_on and agreement.is_led() and agreement.is_uncommitted:
-            is_missed = agreement.last is not None and agreement.why_missed(agreement.last)
+        """Wait until all nodes have committed the last state of the ranks."""
+        follower, began_ns = self.follower, self.clock.mono_ns()
+        while follower.is_on and follower.is_led() and follower.is_uncommitted:
+            is_missed = follower.last is not None and follower.why_missed(follower.last)
             if is_missed or self._seconds_since(began_ns) >= within_s:
                 break
-            self.pause(LOOK_S)
-            agreement.fetch()
-            self.look()
+            self.pause(POLL_S)
+            follower.fetch()
+            self.poll()
 
-    def _written(self, newest: StateId, began_ns: int, within_s: float) -> str | None:
-        """Return "" once *newest* persists, else why it does not; None where nobody judges."""
-        agreement = self.agreement
-        self._sign, self._sign_ns = agreement.sign, self.clock.mono_ns()
+    def _await_persisted(self, newest: StateId, began_ns: int, within_s: float) -> str | None:
+        """Return "" once *newest* is persistent, else why it is not; None without a leader."""
+        follower = self.follower
+        self._progress, self._progress_ns = follower.progress_mark, self.clock.mono_ns()
         self._trouble_ns = None
         while True:
-            agreement.fetch()
-            is_there = self.look()
-            if agreement.persisted is not None and agreement.persisted >= newest:
+            follower.fetch()
+            is_alive = self.poll()
+            if follower.persisted is not None and follower.persisted >= newest:
                 return ""
-            why = self._why_never(newest) or ("" if is_there else "its keeper is gone")
-            why = why or self._why_no_longer()
-            if why or not agreement.is_led() or not agreement.is_on:
+            why = self._why_missed(newest) or ("" if is_alive else "its keeper is gone")
+            why = why or self._why_stalled()
+            if why or not follower.is_led() or not follower.is_on:
                 return why or None
             if self._seconds_since(began_ns) >= within_s:
                 return "not all nodes have written their shards"
-            self.pause(LOOK_S)
+            self.pause(POLL_S)
 
-    def _why_never(self, newest: StateId) -> str:
-        """Return why *newest* was given up by all, "" where it was not."""
+    def _why_missed(self, newest: StateId) -> str:
+        """Return why all nodes gave *newest* up, "" where they did not."""
         if self._given_up is not None and self._given_up[0] >= newest:
             return self._given_up[1]
-        return self.agreement.why_missed(newest)
+        return self.follower.why_missed(newest)
 
-    def _why_no_longer(self) -> str:
-        """Return why nobody need wait any longer, "" where there is hope."""
-        agreement, now_ns = self.agreement, self.clock.mono_ns()
-        if agreement.trouble:
+    def _why_stalled(self) -> str:
+        """Return why waiting longer is useless, "" while it is not."""
+        follower, now_ns = self.follower, self.clock.mono_ns()
+        if follower.trouble:
             self._trouble_ns = self._trouble_ns or now_ns
-            return agreement.trouble if self._seconds_since(self._trouble_ns) >= TELL_S else ""
+            return follower.trouble if self._seconds_since(self._trouble_ns) >= REPORT_S else ""
         self._trouble_ns = None
-        if agreement.sign != self._sign:
-            self._sign, self._sign_ns = agreement.sign, now_ns
-        if self._seconds_since(self._sign_ns) < STALLED_S:
+        if follower.progress_mark != self._progress:
+            self._progress, self._progress_ns = follower.progress_mark, now_ns
+        if self._seconds_since(self._progress_ns) < STALLED_S:
             return ""
-        names = ", ".join(agreement.behind) or "a node"
+        names = ", ".join(follower.behind) or "a node"
         return f"{names} has written nothing for {format_seconds(STALLED_S)}"
 
     def _seconds_since(self, then_ns: int) -> float:

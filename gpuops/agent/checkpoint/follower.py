@@ -1,7 +1,7 @@
 """One node's part in the agreement on checkpoints between nodes.
 
-It sends what this node's keeper has with each heartbeat, and does there what was agreed on. The
-control store is read once a second, in the keeper's thread, and only while a script saves. A
+Each heartbeat carries the status of this node's keeper; the keeper carries out what was agreed on.
+The control store is read once a second, in the keeper's thread, and only while a script saves. A
 store that does not answer delays commits, and nothing else.
 """
 
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from gpuops.agent.checkpoint.leader import notes_of, restore_in, watermark_of
+from gpuops.agent.checkpoint.leader import commit_record_of, generation_plan_of, restore_plan_in
 from gpuops.agent.checkpoint.messages import (
     CommitRecord,
     FinalStatus,
@@ -35,29 +35,29 @@ log = logging.getLogger(__name__)
 
 STATES_HELD_MAX = 4
 LAYOUT_CHARS = 16
-SEAL_AGAIN_LOOKS = 15
-SURVEY_S = 1.0  # a restart waits no longer for what a directory has
+SEAL_RETRY_POLLS = 15
+SURVEY_S = 1.0  # a restart waits no longer for the listing of a directory
 
 
 @dataclass(slots=True)
 class _Generation:
-    """What is known of the present one."""
+    """The state of the current generation."""
 
     number: int
     roster: Roster
-    notes: GenerationPlan
+    plan: GenerationPlan
     restore: RestorePlan | None
-    is_chosen: bool = False
+    is_restore_set: bool = False
     committed: StateId | None = None
-    persisted: StateId | None = None  # the newest that the keeper agreed to persist
-    told: StateId | None = None
-    aimed: StateId | None = None
-    seal_looks: int = 0
+    persisted: StateId | None = None  # the newest that the keeper accepted to persist
+    acknowledged: StateId | None = None
+    next_step: StateId | None = None
+    seal_polls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperLocation:
-    """Who this node is to its peers, what fails with it, and what they prove to each other."""
+    """This node's identity and failure domain, and the token that peers authenticate with."""
 
     me: Member
     token: str
@@ -69,108 +69,103 @@ class KeeperLocation:
 class CommitFollower:
     """This node's part.
 
-    *survey* lists a directory; it may take long, and raise. ``is_led`` says whether there is
-    a leader at present. ``must_persist`` asks all to persist their newest state, and
-    ``trouble`` says what has kept this node from that since, "" where nothing has: that an older
-    state cannot be written does not keep it from anything. ``is_over``: the ranks here have ended.
-    ``last`` is the state that one of them asked for as the last.
+    *survey* lists a directory; it may take long, and raise. ``is_led`` returns whether there is a
+    leader at present. ``must_persist`` asks all nodes to persist their newest state; ``trouble`` is
+    the error that has prevented this here since, "" without one (a failure to write an older state
+    does not count). ``is_over``: the ranks here have ended. ``last`` is the state that one of them
+    requested as the final one.
     """
 
     def __init__(
         self,
-        board: ControlStore,
+        store: ControlStore,
         keys: ControlKeys,
-        place: KeeperLocation,
+        location: KeeperLocation,
         survey: Callable[[str], StoredStates],
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         is_led: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._board = board
+        self._store = store
         self._keys = keys
-        self._place = place
-        self._say = say
+        self._location = location
+        self._warn = warn
         self.is_led = is_led
-        self._look_up = StoredStatesLookup(survey, say)
-        self._now: _Generation | None = None
-        self._before: tuple[_Generation | None, int | None] = (None, None)
-        self._differing = ReplicaDifferenceReporter(place.me)
-        self._said: Json | None = None
-        self._mark = CommitRecord()
-        self._found: RestorePlan | None = None
+        self._stored_states = StoredStatesLookup(survey, warn)
+        self._current: _Generation | None = None
+        self._previous: tuple[_Generation | None, int | None] = (None, None)
+        self._difference_reporter = ReplicaDifferenceReporter(location.me)
+        self._status: Json | None = None
+        self._commit = CommitRecord()
+        self._restore_found: RestorePlan | None = None
         self._epoch_max = -1
         self._port: int | None = None
-        self._has_said = False
-        self._together = 0
+        self._has_warned = False
+        self._n_colocated = 0
         self.must_persist = False
         self.trouble = ""
-        self._tries: tuple[int, StateId | None] = (0, None)  # that failed before, and of what
+        self._tries: tuple[int, StateId | None] = (0, None)  # number that failed before, and state
         self._failed: StateId | None = None
-        self._wanted = _NONE
+        self._persist_from = _NONE
         self.is_uncommitted = False
         self.is_over = False
         self.last: StateId | None = None
-        self._tried_again: StateId | None = None
-        self.directory = place.directory
+        self._retried: StateId | None = None
+        self.directory = location.directory
 
     @property
     def is_on(self) -> bool:
-        """Say whether the present generation has other nodes to agree with."""
-        return self._now is not None
+        """Return whether the current generation has other nodes to agree with."""
+        return self._current is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Say whether ranks wait to know which state to load."""
-        now = self._now
-        return now is not None and not now.is_chosen and self._said is not None
-
-    @property
-    def has_directory(self) -> bool:
-        """Say whether anybody has named a directory."""
-        return self.directory is not None
+        """Return whether ranks wait for the decision which state to load."""
+        now = self._current
+        return now is not None and not now.is_restore_set and self._status is not None
 
     @property
     def persisted(self) -> StateId | None:
-        """Return the newest state that lies whole in the directory, as far as anybody said."""
-        return self._mark.persisted
+        """Return the newest state that is complete in the directory, as far as reported."""
+        return self._commit.persisted
 
     @property
-    def sign(self) -> object:
-        """Return what changes as long as any node comes on with what is to persist."""
-        mark = self._mark
-        return (mark.committed, mark.persist, mark.sealed, mark.persisted, mark.last)
+    def progress_mark(self) -> object:
+        """Return a value that changes while any node makes progress with persisting."""
+        record = self._commit
+        return (record.committed, record.persist, record.sealed, record.persisted, record.last)
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """Return nodes that have not written their part of what is to persist."""
-        return self._mark.last.behind
+        """Return nodes that have not written their part of the state to persist."""
+        return self._commit.last.behind
 
     def why_missed(self, state: StateId) -> str:
-        """Return why *state* will not be there for all, "" where it may be yet."""
-        missed = self._mark.last.missed
-        return self._mark.last.why if missed is not None and missed >= state else ""
+        """Return why *state* will not be complete on all nodes, "" where it still may be."""
+        missed = self._commit.last.missed
+        return self._commit.last.why if missed is not None and missed >= state else ""
 
     @property
     def is_first(self) -> bool:
-        """Say whether this node has the first place."""
-        now = self._now
-        return now is not None and now.roster.members[0].agent == self._place.me.agent
+        """Return whether this node has group rank 0."""
+        now = self._current
+        return now is not None and now.roster.members[0].agent == self._location.me.agent
 
-    def said(self) -> Json | None:
-        """Return what goes with the next heartbeat, None where no script saves; never waits."""
-        return self._said
+    def node_status(self) -> Json | None:
+        """Return the status for the next heartbeat, None where no script saves; never waits."""
+        return self._status
 
-    def holding(self, client: KeeperClient) -> Json:
-        """Return what goes with a join request.
+    def inventory(self, client: KeeperClient) -> Json:
+        """Return the inventory for a join request.
 
         Raises:
             KeeperError: The keeper does not answer.
         """
-        me = self._place.me
+        me = self._location.me
         self._port = client.serve_peers(
-            me.address, node=me.node, token=self._place.token, job=self._place.job
+            me.address, node=me.node, token=self._location.token, job=self._location.job
         )
         copies = list(client.inventory())
-        stored = self._look_up.anew(self.directory, SURVEY_S)
+        stored = self._stored_states.refresh(self.directory, SURVEY_S)
         newest = sorted({copy.state for copy in copies}, reverse=True)
         self._epoch_max = max([self._epoch_max, *(state.epoch for state in newest)])
         kept = set(newest[:STATES_HELD_MAX])
@@ -178,129 +173,137 @@ class CommitFollower:
             port=self._port,
             copies=tuple(_brief(copy) for copy in copies if copy.state in kept),
             epoch_max=self._epoch_max,
-            domain=self._place.domain,
+            domain=self._location.domain,
             stored_max=-1 if stored is None else stored.epoch_max,
         ).to_json()
 
-    def lost(self) -> None:
-        """Forget the keeper, which is gone: nothing is said of its states any more."""
-        self._before = (self._now or self._before[0], self._port or self._before[1])
-        self._now = self._said = self._port = None
+    def detach(self) -> None:
+        """Forget the keeper, which is gone; its states are no longer reported."""
+        self._previous = (self._current or self._previous[0], self._port or self._previous[1])
+        self._current = self._status = self._port = None
 
-    def found_again(self) -> None:
-        """Go on with the keeper that was given up: it answers again."""
-        self._now, self._port = self._before
+    def reattach(self) -> None:
+        """Continue with the keeper that `detach` gave up: it answers again."""
+        self._current, self._port = self._previous
 
-    def begin_again(self, client: KeeperClient, roster: Roster, epoch: int | None) -> bool:
-        """Do as `begin` with a keeper in place of one that died under these workers.
+    def begin_replaced(self, client: KeeperClient, roster: Roster, epoch: int | None) -> bool:
+        """Do as `begin` with the replacement of a keeper that died while the workers run.
 
         *epoch*: of the states that they have saved, None where they may still ask what to load.
 
         Raises:
             KeeperError: The keeper does not answer.
         """
-        me, (left, port) = self._place.me, self._before
+        me, (left, port) = self._location.me, self._previous
         if port is not None:
-            # The others look for this node there for as long as they run.
+            # The other nodes connect to this port for as long as their generation lasts.
             self._port = client.serve_peers(
-                me.address, node=me.node, token=self._place.token, job=self._place.job, port=port
+                me.address,
+                node=me.node,
+                token=self._location.token,
+                job=self._location.job,
+                port=port,
             )
         if epoch is None:
             return self.begin(client, roster)
-        notes = notes_of(roster)
-        if notes is not None and notes.is_kept:
-            client.replicate(*self._copies(roster, notes))
+        plan = generation_plan_of(roster)
+        if plan is not None and plan.is_kept:
+            client.replicate(*self._copies(roster, plan))
         client.take_over(epoch)
         if left is not None:
-            self._now = replace(left, is_chosen=True, committed=None, aimed=None, seal_looks=0)
+            self._current = replace(
+                left, is_restore_set=True, committed=None, next_step=None, seal_polls=0
+            )
         return True
 
     def begin(self, client: KeeperClient, roster: Roster) -> bool:
-        """Prepare the keeper for the workers of *roster*; say whether they are to save.
+        """Prepare the keeper for the workers of *roster*; return whether they can save.
 
         Raises:
             KeeperError: The keeper does not answer.
         """
-        self._now = self._said = self._found = None
-        self._before = (None, None)
+        self._current = self._status = self._restore_found = None
+        self._previous = (None, None)
         self.must_persist = self.is_over = False
-        self.last = self._tried_again = None
-        notes, is_alone = notes_of(roster), len(roster.members) == 1
-        if notes is None or not notes.is_kept:
+        self.last = self._retried = None
+        plan, is_alone = generation_plan_of(roster), len(roster.members) == 1
+        if plan is None or not plan.is_kept:
             if not is_alone:
-                self._not_kept(notes)
+                self._warn_not_kept(plan)
             return is_alone
-        holders, keep = self._copies(roster, notes)
+        holders, keep = self._copies(roster, plan)
         client.replicate(holders, keep)
-        now = _Generation(roster.generation, roster, notes, notes.restore)
-        self._say_what_lies_together(now)
-        if notes.restore is not None:
-            self._choose(client, now, notes.restore)
+        now = _Generation(roster.generation, roster, plan, plan.restore)
+        self._warn_if_colocated(now)
+        if plan.restore is not None:
+            self._restore_from(client, now, plan.restore)
         if not is_alone:
-            self._now = now
+            self._current = now
         return True
 
     def fetch(self) -> None:
-        """Read from the control store what was agreed on, where a rank saves; never raises."""
-        now = self._now
-        if now is None or self._said is None:
+        """Read the commit record and the restore plan, where a rank saves; never raises."""
+        now = self._current
+        if now is None or self._status is None:
             return
         try:
-            self._mark = watermark_of(self._board.get(self._keys.commit_record()))[1]
+            self._commit = commit_record_of(self._store.get(self._keys.commit_record()))[1]
             if now.restore is None:
-                entry = self._board.get(self._keys.restore(now.number))
-                self._found = restore_in(entry) if entry.version else None
+                entry = self._store.get(self._keys.restore(now.number))
+                self._restore_found = restore_plan_in(entry) if entry.version else None
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
-            log.debug("what was agreed on of checkpoints cannot be read: %s", exc)
+            log.debug("the agreement on checkpoints cannot be read: %s", exc)
 
-    def look(self, client: KeeperClient, status: KeeperStatus) -> None:
-        """Do with the keeper what was agreed on, and take in how far it is.
+    def update(self, client: KeeperClient, status: KeeperStatus) -> None:
+        """Have the keeper carry out what was agreed on, and record its *status*.
 
         Raises:
             KeeperError: The keeper does not answer.
         """
-        now = self._now
+        now = self._current
         if now is None:
             return
         progress = status.progress
         self.last = progress.final_state
-        self._see_trouble(status)
-        if self._said is None and not status.n_ranks and not progress.whole:
+        self._update_trouble(status)
+        if self._status is None and not status.n_ranks and not progress.whole:
             return  # nobody saves
-        if now.restore is None and self._found is not None:
-            now.restore = self._found
-        if now.restore is not None and not now.is_chosen:
-            self._choose(client, now, now.restore)
+        if now.restore is None and self._restore_found is not None:
+            now.restore = self._restore_found
+        if now.restore is not None and not now.is_restore_set:
+            self._restore_from(client, now, now.restore)
         if now.restore is not None:
             self._follow(client, now, now.restore.epoch, progress)
-        self.directory = status.directory or self._place.directory
-        wants = not now.is_chosen and status.n_ranks >= self._place.me.n_workers
-        flying = {progress.in_flight, *progress.whole} - {None, progress.newest}
+        self.directory = status.directory or self._location.directory
+        wants = not now.is_restore_set and status.n_ranks >= self._location.me.n_workers
+        incomplete = {progress.in_flight, *progress.whole} - {None, progress.newest}
         newest = progress.newest or _NONE
-        self.is_uncommitted = any(state is not None and state > newest for state in flying)
-        self._said = self._word(now, progress, status.persist_pieces, wants=wants).to_json()
+        self.is_uncommitted = any(state is not None and state > newest for state in incomplete)
+        self._status = self._node_status(
+            now, progress, status.persist_pieces, wants=wants
+        ).to_json()
 
-    def _see_trouble(self, status: KeeperStatus) -> None:
+    def _update_trouble(self, status: KeeperStatus) -> None:
         failed = status.persist_failed
         tries = (status.n_persist_failed, failed)
         if not self.must_persist:
-            self._tries, self._wanted = tries, status.progress.newest or _NONE
-        wanted = max(self._wanted, self._mark.persist or _NONE)
+            self._tries, self._persist_from = tries, status.progress.newest or _NONE
+        wanted = max(self._persist_from, self._commit.persist or _NONE)
         is_new = tries[0] > 0 and tries != self._tries
         is_trouble = is_new and (failed is None or failed >= wanted)
         self.trouble = status.persist_trouble if is_trouble else ""
         self._failed = failed if is_trouble else None
 
-    def _word(
+    def _node_status(
         self, now: _Generation, progress: KeeperProgress, pieces: int, *, wants: bool
     ) -> NodeStatus:
-        stored = self._look_up.of(self.directory) if wants and self.is_first else None
+        stored = self._stored_states.of(self.directory) if wants and self.is_first else None
         known = {field.name: getattr(progress, field.name) for field in fields(progress)}
         known["is_due"] |= self.must_persist
         return NodeStatus(
             **known,
             generation=now.number,
-            told=now.told,
+            told=now.acknowledged,
             wants=wants,
             stored=stored,
             last=FinalStatus(
@@ -315,15 +318,15 @@ class CommitFollower:
     def _follow(
         self, client: KeeperClient, now: _Generation, epoch: int, progress: KeeperProgress
     ) -> None:
-        mark = self._mark
-        aim, committed, persist = mark.aim, mark.committed, mark.persist
-        if aim is not None and aim.epoch == epoch and aim != now.aimed:
-            client.set_next_step(aim.step)  # before the slots are free
-            now.aimed = aim
-        if self._is_to_try_again(persist, progress):
+        record = self._commit
+        aim, committed, persist = record.aim, record.committed, record.persist
+        if aim is not None and aim.epoch == epoch and aim != now.next_step:
+            client.set_next_step(aim.step)  # before the buffers are free
+            now.next_step = aim
+        if self._must_retry(persist, progress):
             now.persisted = None
         if persist is not None and persist.epoch == epoch and persist != now.persisted:
-            now.told = persist
+            now.acknowledged = persist
             if client.try_persist(persist):  # while it is still the newest
                 now.persisted = persist
         is_new = committed is not None and committed.epoch == epoch
@@ -331,110 +334,116 @@ class CommitFollower:
             client.commit(committed)
             now.committed = committed
         held = {*progress.whole, *progress.replicated, progress.in_flight}
-        for state in mark.dropped:
-            # The last one is not dropped any more, as soon as the others know of it.
+        for state in record.dropped:
+            # The final state is no longer dropped once the other nodes know of it.
             if state in held and state != progress.final_state:
                 client.give_up(state)
-        self._seal(client, now, mark, progress)
-        self._differing.tell(client.report_difference, now.roster, mark.differ, epoch)
+        self._seal(client, now, record, progress)
+        self._difference_reporter.report_new(
+            client.report_difference, now.roster, record.differ, epoch
+        )
 
-    def _is_to_try_again(self, persist: StateId | None, progress: KeeperProgress) -> bool:
-        """Say whether what could not be written here before is to be tried once more: at the end.
+    def _must_retry(self, persist: StateId | None, progress: KeeperProgress) -> bool:
+        """Return whether to retry a write that failed here before: only at the end of a run.
 
-        In the middle of a run the next state is written instead.
+        During the run the next state is written instead.
         """
-        if not self.must_persist or persist in (None, self._tried_again, *progress.parts):
+        if not self.must_persist or persist in (None, self._retried, *progress.parts):
             return False
-        self._tried_again = persist
+        self._retried = persist
         return True
 
     def _seal(
-        self, client: KeeperClient, now: _Generation, mark: CommitRecord, progress: KeeperProgress
+        self, client: KeeperClient, now: _Generation, record: CommitRecord, progress: KeeperProgress
     ) -> None:
-        sealed = mark.sealed
-        if sealed is None or mark.sealer != self._place.me.node or sealed not in progress.parts:
+        sealed = record.sealed
+        if (
+            sealed is None
+            or record.sealer != self._location.me.node
+            or sealed not in progress.parts
+        ):
             return
-        if max(progress.persisted or _NONE, mark.persisted or _NONE) >= sealed:
-            now.seal_looks = 0
+        if max(progress.persisted or _NONE, record.persisted or _NONE) >= sealed:
+            now.seal_polls = 0
             return
-        if now.seal_looks % SEAL_AGAIN_LOOKS == 0:
+        if now.seal_polls % SEAL_RETRY_POLLS == 0:
             client.try_seal(sealed, now.roster.world_size)
-        now.seal_looks += 1
+        now.seal_polls += 1
 
-    def _choose(self, client: KeeperClient, now: _Generation, restore: RestorePlan) -> None:
-        peers = _peers(now.notes)
-        me, world = self._place.me, restore.world
+    def _restore_from(self, client: KeeperClient, now: _Generation, restore: RestorePlan) -> None:
+        peers = _peers(now.plan)
+        me, world = self._location.me, restore.world
         wanted = set(range(world))
         if world == now.roster.world_size:
-            seat = now.roster.group_rank(me.agent) or 0
-            first = now.roster.first_rank(seat)
+            position = now.roster.group_rank(me.agent) or 0
+            first = now.roster.first_rank(position)
             wanted &= set(range(first, first + me.n_workers))
         sources = {}
         for rank in sorted(wanted & restore.sources.keys()):
             nodes = [node for node in restore.sources[rank] if node in peers and node != me.node]
             if nodes:
-                sources[Shard(rank, world)] = _in_turn([peers[node] for node in nodes], rank)
+                sources[Shard(rank, world)] = _rotated([peers[node] for node in nodes], rank)
         roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
         client.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
         self._epoch_max = max(self._epoch_max, restore.epoch)
-        now.is_chosen = True
+        now.is_restore_set = True
 
     def _copies(
-        self, roster: Roster, notes: GenerationPlan
+        self, roster: Roster, plan: GenerationPlan
     ) -> tuple[list[KeeperAddress], list[Shard]]:
-        """Return who is to have copies of what is saved here, and which shards others send."""
-        me, placement, peers = self._place.me.node, notes.placement, _peers(notes)
+        """Return the holders of this node's copies, and the shards that other nodes send."""
+        me, placement, peers = self._location.me.node, plan.placement, _peers(plan)
         if placement is None or me not in placement.nodes:
             return [], []
         world = roster.world_size
-        seats = {member.node: place for place, member in enumerate(roster.members)}
+        positions = {member.node: place for place, member in enumerate(roster.members)}
         keep = []
         for owner in placement.held_by(me)[1:]:
-            if owner in seats:
-                first = roster.first_rank(seats[owner])
-                n_ranks = roster.members[seats[owner]].n_workers
+            if owner in positions:
+                first = roster.first_rank(positions[owner])
+                n_ranks = roster.members[positions[owner]].n_workers
                 keep += [Shard(rank, world) for rank in range(first, first + n_ranks)]
         return [peers[node] for node in placement.holders(me)[1:] if node in peers], keep
 
-    def _say_what_lies_together(self, now: _Generation) -> None:
-        """Say once, on the first node, that copies could not be kept apart."""
-        notes, n_nodes = now.notes, len(now.roster.members)
-        is_mine = now.roster.members[0].agent == self._place.me.agent
-        together, self._together = self._together, notes.together
-        if not is_mine or not notes.together or notes.together == together:
+    def _warn_if_colocated(self, now: _Generation) -> None:
+        """Warn once, on the first node, that copies share a failure domain."""
+        plan, n_nodes = now.plan, len(now.roster.members)
+        is_mine = now.roster.members[0].agent == self._location.me.agent
+        together, self._n_colocated = self._n_colocated, plan.together
+        if not is_mine or not plan.together or plan.together == together:
             return
-        if notes.n_domains == 1:
-            what = f"all {n_nodes} nodes are in one failure domain, so no copies lie apart"
+        if plan.n_domains == 1:
+            what = f"all {n_nodes} nodes are in one failure domain, and so are all copies"
         else:
-            what = f"{notes.together} of {n_nodes} nodes have all their copies in one domain"
-        self._say(
-            f"checkpoints in memory: {what}; what is lost with a whole domain is had from the "
-            "persistent directory only"
+            what = f"{plan.together} of {n_nodes} nodes have all their copies in one domain"
+        self._warn(
+            f"checkpoints in memory: {what}; after the loss of a whole domain they can be loaded "
+            "from the persistent directory only"
         )
 
-    def _not_kept(self, notes: GenerationPlan | None) -> None:
-        if self._has_said:
+    def _warn_not_kept(self, plan: GenerationPlan | None) -> None:
+        if self._has_warned:
             return
-        self._has_said = True
-        who = ", ".join(notes.missing) if notes is not None and notes.missing else "a node"
-        self._say(
-            f"no keeper of checkpoints on {who}: none are saved, since no state would be whole; "
-            "the ranks go on from the newest in the persistent directory, if they name one"
+        self._has_warned = True
+        who = ", ".join(plan.missing) if plan is not None and plan.missing else "a node"
+        self._warn(
+            f"no checkpoint keeper on {who}: nothing is saved, since no state would be complete; "
+            "the ranks resume from the newest state in the persistent directory, if there is one"
         )
 
 
-def _peers(notes: GenerationPlan) -> dict[str, KeeperAddress]:
-    return {node: KeeperAddress(node, host, port) for node, (host, port) in notes.peers.items()}
+def _peers(plan: GenerationPlan) -> dict[str, KeeperAddress]:
+    return {node: KeeperAddress(node, host, port) for node, (host, port) in plan.peers.items()}
 
 
 def _brief(copy: ShardCopy) -> ShardCopy:
-    """Return *copy* with what is enough to see which copies are equal."""
+    """Return *copy* with no more than is needed to compare copies."""
     digest = replace(copy.digest, table=b"")
     return replace(copy, layout=copy.layout[:LAYOUT_CHARS], digest=digest)
 
 
-def _in_turn(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:
-    """Return *peers* beginning at another one for each *number*, so that all serve alike."""
+def _rotated(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:
+    """Return *peers* beginning at another one for each *number*, to spread the load."""
     at = number % len(peers) if peers else 0
     return [*peers[at:], *peers[:at]]
 

@@ -1,7 +1,7 @@
-"""What a keeper reports: what of it goes into the run's record and the agent's status; pure.
+"""The events and the status of a keeper, for the run's journal and the agent's status; pure.
 
-What another process wrote is read by type and bounded: a keeper that sends nonsense costs a line of
-the record and nothing else.
+The input comes from another process: it is validated by type and bounded, and malformed events are
+dropped.
 """
 
 from collections import Counter
@@ -25,9 +25,9 @@ RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
 WHOLE, REPLICATED = "whole", "replicated"
 DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
-_PLACES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
-# Those that are recorded one by one, and how grave they are; the rest is counted.
-_SINGLE = {
+_TIER_NAMES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
+# The severities of events that are recorded one by one; the others are counted.
+_SEVERITIES = {
     RESTORED: Severity.INFO,
     "persisted": Severity.INFO,
     "corrupt": Severity.ERROR,
@@ -51,9 +51,10 @@ _Names = Annotated[tuple[Annotated[str, Limit(TEXT_CHARS_MAX)], ...], LENIENT]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperEvent(Message):
-    """One thing that happened in a keeper; unknown values are None.
+    """One event in a keeper; unknown values are None.
 
-    The last fields are of replicas that differ; ``alike`` is the last state in which they did not.
+    The last fields describe replicas that differ; ``alike`` is the last state in which they were
+    equal.
     """
 
     kind: Annotated[str, Limit(40, low=1)]
@@ -76,13 +77,12 @@ class KeeperEvent(Message):
 
     def __post_init__(self) -> None:
         if not self.kind.isidentifier():
-            raise ValueError("the kind of an event is no word")
+            raise ValueError("the kind of an event is not an identifier")
 
     def payload(self) -> Json:
-        """Return the payload of its event in the record."""
+        """Return the payload of its event in the journal."""
         return {
-            "step": None if self.state is None else self.state.step,
-            "epoch": None if self.state is None else self.state.epoch,
+            **state_json(self.state),
             "tier": None if self.tier is None else self.tier.value,
             "rank": self.rank,
             "bytes": self.nbytes,
@@ -110,8 +110,16 @@ class KeeperEvent(Message):
         )
 
 
+def state_json(state: StateId | None) -> Json:
+    """Return the step and the epoch of *state* for a payload; null where there is none."""
+    return {
+        "step": None if state is None else state.step,
+        "epoch": None if state is None else state.epoch,
+    }
+
+
 def read_events(items: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
-    """Return the events in *items*, without what is not of an event's form."""
+    """Return the events in *items*, without malformed ones."""
     found = []
     for item in items:
         with suppress(MessageFormatError, AttributeError):
@@ -122,7 +130,7 @@ def read_events(items: Iterable[Mapping[str, Any]]) -> list[KeeperEvent]:
 
 @dataclass(slots=True)
 class SaveCounter:
-    """What is counted between two lines of the record: commits come with every step."""
+    """Counts frequent events between two journal entries: commits come with every step."""
 
     committed: int = 0
     newest: StateId | None = None
@@ -134,7 +142,7 @@ class SaveCounter:
     replica_bytes: int = 0
 
     def add(self, event: KeeperEvent) -> None:
-        """Count *event* in."""
+        """Count *event*."""
         if event.kind == SKIPPED:
             self.skipped[event.reason or "unknown"] += event.count
             return
@@ -154,67 +162,60 @@ class SaveCounter:
             self.newest = event.state
 
     def take(self) -> list[tuple[str, Json, Severity]]:
-        """Return what has been counted as events for the record, and begin anew."""
-        found: list[tuple[str, Json, Severity]] = []
-        if self.committed:
-            payload: Json = {
+        """Return the counts as events for the journal, and reset them."""
+        counts: dict[str, Json] = {
+            "checkpoint.committed": {
                 "count": self.committed,
-                "step": None if self.newest is None else self.newest.step,
-                "epoch": None if self.newest is None else self.newest.epoch,
+                **state_json(self.newest),
                 "bytes": self.nbytes,
                 "seconds_max": round(self.longest_s, 6),
-            }
-            found.append(("checkpoint.committed", payload, Severity.INFO))
-        if self.skipped:
-            payload = {"count": self.skipped.total(), "by_reason": dict(self.skipped)}
-            found.append(("checkpoint.skipped", payload, Severity.INFO))
-        if self.given_up:
-            found.append(("checkpoint.given_up", {"count": self.given_up}, Severity.INFO))
-        if self.replicas:
-            payload = {"count": self.replicas, "bytes": self.replica_bytes}
-            found.append(("checkpoint.replicated", payload, Severity.INFO))
+            },
+            "checkpoint.skipped": {"count": self.skipped.total(), "by_reason": dict(self.skipped)},
+            "checkpoint.given_up": {"count": self.given_up},
+            "checkpoint.replicated": {"count": self.replicas, "bytes": self.replica_bytes},
+        }
         self.committed, self.newest, self.nbytes, self.longest_s = 0, None, 0, 0.0
         self.skipped, self.given_up, self.replicas, self.replica_bytes = Counter(), 0, 0, 0
-        return found
+        return [(kind, body, Severity.INFO) for kind, body in counts.items() if body["count"]]
 
 
-def single(event: KeeperEvent) -> tuple[str, Json, Severity]:
-    """Return *event* as one for the record."""
-    severity = _SINGLE.get(event.kind, Severity.INFO)
+def journal_event(event: KeeperEvent) -> tuple[str, Json, Severity]:
+    """Return kind, payload and severity of *event* for the journal."""
+    severity = _SEVERITIES.get(event.kind, Severity.INFO)
     return f"checkpoint.{event.kind}", event.payload(), severity
 
 
 def is_counted(event: KeeperEvent) -> bool:
-    """Say whether *event* is one of many that are recorded together."""
+    """Return whether *event* is counted instead of being recorded on its own."""
     return event.kind in {COMMITTED, SKIPPED, GIVEN_UP, WHOLE, REPLICATED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """What the ranks of one node loaded when a generation began."""
+    """The state that the ranks of one node loaded when a generation began."""
 
     state: StateId
     tiers: Mapping[int, str]  # by rank
     nbytes: int
     longest_s: float
 
-    def words(self) -> str:
-        """Return it in words: ``resumed from step 41: rank 0, 1 from memory, 25 MB in 0.02 s``."""
+    def to_text(self) -> str:
+        """Return ``resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s``."""
         by_tier: dict[str, list[int]] = {}
         for rank, tier in sorted(self.tiers.items()):
             by_tier.setdefault(tier, []).append(rank)
         named = "; ".join(
-            f"{_ranks(ranks)} from {_PLACES.get(tier, tier)}"
+            f"{_ranks(ranks)} from {_TIER_NAMES.get(tier, tier)}"
             for tier, ranks in sorted(by_tier.items())
         )
         size, took = format_bytes(self.nbytes), format_seconds(self.longest_s)
         return f"resumed from step {self.state.step}: {named}; {size} in {took}"
 
 
-def resumed(events: Sequence[KeeperEvent]) -> ResumeReport | None:
-    """Return what the ranks that tell of it have loaded, None where none has.
+def resume_report(events: Sequence[KeeperEvent]) -> ResumeReport | None:
+    """Return what ranks have loaded according to *events*, None where none has.
 
-    Where they tell of several states, it is the newest: that of the last restart.
+    Of several states the newest is reported: that of the last restart.
     """
     loads = [e for e in events if e.kind == RESTORED and e.state is not None]
     if not loads:
@@ -239,7 +240,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:RANKS_NAMED_MAX]))}{more}"
 
 
-def held_by_it(
+def checkpoint_state(
     before: CheckpointState | None,
     status: KeeperStatus,
     persisted: StateId | None,
@@ -247,7 +248,7 @@ def held_by_it(
     *,
     is_used: bool,
 ) -> CheckpointState:
-    """Return what is held at *now_ns*; *persisted* is the newest that lies in the directory."""
+    """Return the state at *now_ns*; *persisted* is the newest state in the directory."""
     newest = status.progress.newest
     known = newest or persisted
     step, epoch = (None, None) if known is None else (known.step, known.epoch)
@@ -266,8 +267,8 @@ def held_by_it(
     )
 
 
-def held_by_none(before: CheckpointState | None) -> CheckpointState | None:
-    """Return what is known where the keeper is gone."""
+def without_keeper(before: CheckpointState | None) -> CheckpointState | None:
+    """Return the state after *before* once the keeper is gone."""
     if before is None:
         return None
     return CheckpointState(

@@ -1,7 +1,7 @@
-"""When to start a keeper again that died under running workers, and how to wait for it.
+"""When to restart a keeper that died while workers run, and how to wait for it.
 
-One that dies at once again and again, for want of memory for example, is not worth the memory and
-the time of the training beside it: a few tries, ever later, and then none for a while.
+A keeper may die again and again, for lack of memory for example, and restarts take memory and time
+from the training: so there are a few attempts with growing delays, and then none for a while.
 """
 
 import threading
@@ -14,41 +14,41 @@ from gpuops.control.record import Roster
 
 WAITS_S = (0.0, 10.0, 60.0)
 WINDOW_S = 600.0
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class KeeperRestarts:
-    """Says when to try: after so many seconds the first, second, … time within *window_s*."""
+    """Schedules restarts: *waits_s* has the delay of the first, second, … within *window_s*."""
 
     waits_s: tuple[float, ...] = WAITS_S
     window_s: float = WINDOW_S
-    _tried_s: deque[float] = field(default_factory=deque)
+    _attempts_s: deque[float] = field(default_factory=deque)
 
     def is_due(self, now_s: float, lost_s: float) -> bool:
-        """Say whether one that was lost at *lost_s* is to be started anew now."""
-        while self._tried_s and now_s - self._tried_s[0] >= self.window_s:
-            self._tried_s.popleft()
-        n_tried = len(self._tried_s)
-        if n_tried >= len(self.waits_s):
+        """Return whether to restart now a keeper that was lost at *lost_s*."""
+        while self._attempts_s and now_s - self._attempts_s[0] >= self.window_s:
+            self._attempts_s.popleft()
+        n_attempts = len(self._attempts_s)
+        if n_attempts >= len(self.waits_s):
             return False
-        since_s = max([lost_s, *self._tried_s])
-        return now_s - since_s >= self.waits_s[n_tried]
+        since_s = max([lost_s, *self._attempts_s])
+        return now_s - since_s >= self.waits_s[n_attempts]
 
-    def tried(self, now_s: float) -> None:
-        """Take note of a try, whatever comes of it."""
-        self._tried_s.append(now_s)
+    def record_attempt(self, now_s: float) -> None:
+        """Record an attempt, successful or not."""
+        self._attempts_s.append(now_s)
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperGeneration:
-    """The generation that the keeper ``pid`` knows.
+    """The generation for which the keeper ``pid`` was prepared.
 
-    ``epoch``: of the states that its workers have saved in it, None while they have saved none and
-    may still ask what to load. ``newest`` of them was lost with the keeper, at ``lost_s``.
+    ``epoch``: of the states that the workers have saved, None while they have saved none and may
+    still ask what to load. ``newest`` of them was lost with the keeper, at ``lost_s``.
     """
 
-    generation: int
+    number: int
     n_nodes: int
     excluded_step: int | None
     roster: Roster | None
@@ -66,16 +66,16 @@ class PollRequest:
 
     def __init__(self) -> None:
         self._wake = threading.Event()
-        self._looked = threading.Condition()
+        self._polled = threading.Condition()
         self._n_asked = self._n_answered = 0
 
     def ask(self, wait_s: float) -> bool:
         """Return True after a poll that began after this call; False after *wait_s*."""
-        with self._looked:
+        with self._polled:
             self._n_asked += 1
             number = self._n_asked
             self._wake.set()
-            return self._looked.wait_for(lambda: self._n_answered >= number, wait_s)
+            return self._polled.wait_for(lambda: self._n_answered >= number, wait_s)
 
     def wake(self) -> None:
         """End the wait of the polling thread."""
@@ -91,20 +91,20 @@ class PollRequest:
         return self._n_asked
 
     def end(self, number: int) -> None:
-        """Let those go on who asked before that poll began."""
-        with self._looked:
+        """Wake the threads that asked before that poll began."""
+        with self._polled:
             self._n_answered = max(self._n_answered, number)
-            self._looked.notify_all()
+            self._polled.notify_all()
 
 
 def awaited(act: Callable[[], object], waiting: Callable[[], None]) -> None:
-    """Do *act*, which is bounded in time, in a thread; call *waiting* until it is done.
+    """Run *act*, which is bounded in time, in a thread; call *waiting* until it has finished.
 
-    What *waiting* raises ends the wait, not the act: the keeper goes on with it by itself.
+    An exception of *waiting* ends the wait, not *act*: the keeper continues on its own.
     """
     acting = threading.Thread(target=act, name="gpuops-last-save", daemon=True)
     acting.start()
-    acting.join(LOOK_S)
+    acting.join(POLL_S)
     while acting.is_alive():
         waiting()
-        acting.join(LOOK_S)
+        acting.join(POLL_S)

@@ -1,10 +1,10 @@
-"""The keeper of this node's checkpoints, seen from its agent: started or adopted, polled, ended.
+"""The supervision of this node's keeper by its agent: started or adopted, polled, ended.
 
-It is started with the agent, beside the health gate: a start on demand would put one that can fail
-into the middle of a training, and costs as much, some 15 MB and a tenth of a second of one core.
+The keeper is started with the agent, in parallel with the health check: a start on demand could
+fail in the middle of a training, and costs as much, some 15 MB and 0.1 s of one core.
 
-Nothing here stops a job: what fails is recorded. A keeper that dies under running workers is soon
-followed by another. Calls are bounded in time. The agent's main and control thread call in.
+Nothing here stops a job: failures are recorded. A keeper that dies while workers run is replaced.
+Calls are bounded in time. The agent's main and control threads call in.
 """
 
 import logging
@@ -20,11 +20,16 @@ from gpuops.agent.checkpoint.api import (
     FinalFlush,
     Refusal,
     StartedKeeper,
-    place_of,
+    directory_env,
 )
 from gpuops.agent.checkpoint.final_commit import FinalCommit
 from gpuops.agent.checkpoint.follower import CommitFollower
-from gpuops.agent.checkpoint.keeper_events import KeeperEvent, held_by_it, held_by_none, read_events
+from gpuops.agent.checkpoint.keeper_events import (
+    KeeperEvent,
+    checkpoint_state,
+    read_events,
+    without_keeper,
+)
 from gpuops.agent.checkpoint.keeper_restarts import KeeperGeneration, KeeperRestarts, PollRequest
 from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.status.state import CheckpointState
@@ -37,17 +42,17 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-LOOK_WAIT_S = 0.8
+POLL_WAIT_S = 0.8
 END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperTimeouts:
-    """How often the keeper is listened to, and how long workers wait for one that starts."""
+    """How often the keeper is polled, and how long workers wait for its start."""
 
     every_s: float = 1.0
-    ready_s: float = 30.0  # more than it takes to end one that hangs and to start another
-    hurried_s: float = 0.2  # while a rank waits for what all agree on
+    ready_s: float = 30.0  # longer than ending a keeper that hangs and starting another
+    hurried_s: float = 0.2  # while a rank waits for an agreement of all nodes
 
 
 TIMES = KeeperTimeouts()
@@ -56,23 +61,23 @@ TIMES = KeeperTimeouts()
 class KeeperSupervisor(CheckpointService):
     """The keeper of this node and job.
 
-    *start* starts or adopts it; it raises KeeperError within a time of its own. *release* is called
-    once it has been ended (True) or let go of (False). *refusal*: see `CheckpointService`, of a
-    keeper's pid. *agreement*: with the other nodes of the run, if any. *pause* waits so many
-    seconds.
+    *start* starts or adopts it; it raises KeeperError within its own deadline. *release* is called
+    once the keeper was ended (True) or released (False). *refusal*: see `CheckpointService`; it
+    gets the keeper's pid. *follower*: for the agreement with other nodes, None where there are
+    none. *pause* sleeps.
     """
 
-    def __init__(  # noqa: PLR0913 what it is made of, and its times
+    def __init__(  # noqa: PLR0913 its collaborators and its timeouts
         self,
         start: Callable[[], StartedKeeper],
         record: CheckpointRecord,
         clock: Clock,
         *,
         directory: str | None = None,
-        release: Callable[[bool], None] = lambda _ended: None,
+        release: Callable[[bool], None] = lambda _end_keeper: None,
         refusal: Refusal = lambda _keeper_pid, _pause: None,
         times: KeeperTimeouts = TIMES,
-        agreement: CommitFollower | None = None,
+        follower: CommitFollower | None = None,
         pause: Callable[[float], object] | None = None,
     ) -> None:
         super().__init__(directory)
@@ -82,52 +87,53 @@ class KeeperSupervisor(CheckpointService):
         self._release = release
         self._refusal = refusal
         self._times = times
-        self._agreement = agreement
-        self._together = None
-        if agreement is not None:
+        self._follower = follower
+        self._final_commit = None
+        if follower is not None:
             wait = pause or threading.Event().wait
-            self._together = FinalCommit(
-                agreement, self._is_there, lambda: self._newest, wait, clock
+            self._final_commit = FinalCommit(
+                follower, self._poll_alive, lambda: self._newest, wait, clock
             )
-        self._turn = threading.Lock()  # one call to the keeper at a time, and its news in order
+        self._lock = threading.Lock()  # one call to the keeper at a time, and its events in order
         self._keeper: StartedKeeper | None = None
         self._newest: StateId | None = None
         self._persisted: StateId | None = None
         self._at_begin: StateId | None = None
-        self._begun: KeeperGeneration | None = None
+        self._generation: KeeperGeneration | None = None
         self._restarts = KeeperRestarts()
         self._state: CheckpointState | None = CheckpointState(is_alive=False)
         self._stopping = threading.Event()
         self._is_over = False
-        self._is_shared = True  # by all who are to save
-        self._looks = PollRequest()
+        self._is_used = True  # False: some other node has no keeper, so that nothing is saved
+        self._poll_request = PollRequest()
         self._thread = threading.Thread(target=self._run, name="gpuops-keeper", daemon=True)
 
     def open(self) -> "KeeperSupervisor":
-        """Begin to start the keeper and to listen to it, without waiting; return this."""
+        """Begin to start and to poll the keeper, without waiting; return this object."""
         self._thread.start()
         return self
 
     def env(self) -> Mapping[str, str]:
-        """Return where the workers find the keeper; one that is not there is `OFF`."""
+        """Return the keeper's socket for the workers; `OFF` where there is no keeper."""
         keeper = self._keeper
-        socket = OFF if keeper is None or not self._is_shared else keeper.socket
-        return {KEEPER: socket, **place_of(self._directory)}
+        socket = OFF if keeper is None or not self._is_used else keeper.socket
+        return {KEEPER: socket, **directory_env(self._directory)}
 
     def said(self) -> Json | None:
-        return None if self._agreement is None else self._agreement.said()
+        return None if self._follower is None else self._follower.node_status()
 
     def holding(self) -> Json | None:
-        agreement, found = self._agreement, None
-        if agreement is None:
+        follower, found, what = self._follower, None, "listing the checkpoints in memory"
+        if follower is None:
             return None
-        with self._called("telling what is held in memory", self._times.ready_s) as has_turn:
-            keeper = (self._keeper or self._opened()) if has_turn and not self._is_over else None
-            if keeper is not None:
-                try:
-                    found = agreement.holding(keeper.client)
-                except KeeperError as exc:
-                    self._lost("telling what is held in memory", exc)
+        with self._locked(what, self._times.ready_s) as is_locked:
+            if not is_locked or self._is_over:
+                return None
+            keeper = self._keeper or self._open_keeper()
+            try:
+                found = None if keeper is None else follower.inventory(keeper.client)
+            except KeeperError as exc:
+                self._lose_keeper(what, exc)
         return found
 
     def begin(
@@ -137,83 +143,88 @@ class KeeperSupervisor(CheckpointService):
         excluded_step: int | None,
         roster: Roster | None = None,
     ) -> None:
-        """Prepare for the workers of a generation; one that died is replaced first."""
-        with self._called("preparing the checkpoints", self._times.ready_s) as has_turn:
-            if not has_turn or self._is_over:
+        """Prepare for the workers of a generation; a keeper that died is replaced first."""
+        with self._locked("preparing the checkpoints", self._times.ready_s) as is_locked:
+            if not is_locked or self._is_over:
                 return
-            self._begun = None
-            self._look()
-            self._record.over()
-            # States of several nodes need all of them to agree on what is whole.
-            self._is_shared = n_nodes == 1
-            begun = KeeperGeneration(generation, n_nodes, excluded_step, roster)
-            if not self._began(begun):
-                self._began(begun)
-            self._look()
+            self._generation = None
+            self._poll()
+            self._record.end_generation()
+            # On several nodes all have to agree on which states are complete.
+            self._is_used = n_nodes == 1
+            current = KeeperGeneration(generation, n_nodes, excluded_step, roster)
+            if not self._begin_keeper(current):
+                self._begin_keeper(current)
+            self._poll()
             self._at_begin = self._newest
 
-    def _began(self, begun: KeeperGeneration, *, is_again: bool = False) -> bool:
-        """Say whether a keeper serves this generation now.
+    def _begin_keeper(self, current: KeeperGeneration, *, is_replaced: bool = False) -> bool:
+        """Prepare a keeper for this generation; return whether there is one.
 
-        *is_again*: its workers run, and the keeper before has died; what that held is gone.
+        *is_replaced*: the workers run, and the previous keeper has died with its states.
         """
-        keeper = self._keeper or self._opened(lost=begun.newest)
+        keeper = self._keeper or self._open_keeper(lost=current.newest)
         if keeper is None:
             return False
-        client, agreement, roster = keeper.client, self._agreement, begun.roster
+        client, follower, roster = keeper.client, self._follower, current.roster
         try:
-            if is_again and keeper.adopted and keeper.pid == begun.pid:
-                # It was only slow, and knows it all.
-                if agreement is not None:
-                    agreement.found_again()
+            if is_replaced and keeper.adopted and keeper.pid == current.pid:
+                # It was only slow, and still has its state.
+                if follower is not None:
+                    follower.reattach()
             else:
-                client.begin_generation(begun.generation, begun.n_nodes, begun.excluded_step)
-                if agreement is not None and roster is not None and is_again:
-                    self._is_shared = agreement.begin_again(client, roster, begun.epoch)
-                elif agreement is not None and roster is not None:
-                    self._is_shared = agreement.begin(client, roster)
-                elif begun.epoch is not None:
-                    client.take_over(begun.epoch)
+                client.begin_generation(current.number, current.n_nodes, current.excluded_step)
+                if follower is not None and roster is not None and is_replaced:
+                    self._is_used = follower.begin_replaced(client, roster, current.epoch)
+                elif follower is not None and roster is not None:
+                    self._is_used = follower.begin(client, roster)
+                elif current.epoch is not None:
+                    client.take_over(current.epoch)
         except KeeperError as exc:
-            what = "letting another keeper take over" if is_again else "beginning a generation"
-            self._lost(what, exc)
+            what = "letting another keeper take over" if is_replaced else "beginning a generation"
+            self._lose_keeper(what, exc)
             return False
-        self._begun = replace(begun, pid=keeper.pid, newest=None, lost_s=None)
+        self._generation = replace(current, pid=keeper.pid, newest=None, lost_s=None)
         return True
 
     def refusal(self, pause: Callable[[float], object]) -> str | None:
         return self._refusal(self._keeper.pid if self._keeper else None, pause)
 
     def look(self) -> None:
-        """Take in what there is to hear; a keeper that does not answer is not waited for."""
+        """Poll the keeper; one that does not answer is not waited for."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
-            self._hear()
+            self._poll_locked()
         else:
-            self._looks.ask(LOOK_WAIT_S)
+            self._poll_request.ask(POLL_WAIT_S)
 
-    def _hear(self) -> None:
-        with self._called("hearing the keeper", LOOK_WAIT_S) as has_turn:
-            if has_turn:
-                self._look()
+    def _poll_locked(self) -> None:
+        with self._locked("polling the keeper", POLL_WAIT_S) as is_locked:
+            if is_locked:
+                self._poll()
 
-    def tend(self) -> None:
-        """Hear the keeper; where it has died under running workers, start another one."""
-        number = self._looks.begin()
-        if self._agreement is not None:
-            self._agreement.fetch()
-        self._hear()
-        self._looks.end(number)
-        if self._is_due_again():
-            with self._called("starting another keeper", LOOK_WAIT_S) as has_turn:
-                if has_turn and self._begun is not None and self._is_due_again():
-                    self._restarts.tried(self._now_s())
-                    self._began(self._begun, is_again=True)
+    def run_once(self) -> None:
+        """Poll the keeper; replace one that has died while workers run."""
+        number = self._poll_request.begin()
+        if self._follower is not None:
+            self._follower.fetch()
+        self._poll_locked()
+        self._poll_request.end(number)
+        if self._must_restart():
+            with self._locked("starting another keeper", POLL_WAIT_S) as is_locked:
+                if is_locked and self._generation is not None and self._must_restart():
+                    self._restarts.record_attempt(self._now_s())
+                    self._begin_keeper(self._generation, is_replaced=True)
 
-    def _is_due_again(self) -> bool:
-        begun = self._begun
-        if self._keeper is not None or begun is None or begun.lost_s is None or self._is_over:
+    def _must_restart(self) -> bool:
+        generation = self._generation
+        if (
+            self._keeper is not None
+            or generation is None
+            or generation.lost_s is None
+            or self._is_over
+        ):
             return False
-        return self._is_shared and self._restarts.is_due(self._now_s(), begun.lost_s)
+        return self._is_used and self._restarts.is_due(self._now_s(), generation.lost_s)
 
     def _now_s(self) -> float:
         return self._clock.mono_ns() / NS_PER_S
@@ -224,16 +235,16 @@ class KeeperSupervisor(CheckpointService):
     def flush(self, within_s: float, *, is_end: bool = False) -> FinalFlush | None:
         """Persist the newest state; at the end of a run (*is_end*) a directory may be missing."""
         began_ns, before, done = self._clock.mono_ns(), self._newest, None
-        with self._called("persisting the newest checkpoint", within_s) as has_turn:
-            if has_turn:
-                self._look()
+        with self._locked("persisting the newest checkpoint", within_s) as is_locked:
+            if is_locked:
+                self._poll()
             if self._keeper is None and before is None:
                 return None
             done = FinalFlush(why="the keeper did not answer in time")
             if self._keeper is None:
-                done = FinalFlush(newest=before, why="the keeper is gone, and what it held")
-            elif has_turn:
-                # Also where no state is known yet: the last, or only, one may be hashed just now.
+                done = FinalFlush(newest=before, why="the keeper is gone, and the states in it")
+            elif is_locked:
+                # Also where no state is known yet: the only one may just be in the hashing.
                 done = self._flushed(within_s - self._seconds_since(began_ns))
                 if done.newest is None and done.state is None:
                     return None
@@ -246,8 +257,8 @@ class KeeperSupervisor(CheckpointService):
     def _flushed(self, within_s: float) -> FinalFlush:
         assert self._keeper is not None
         client, began_ns = self._keeper.client, self._clock.mono_ns()
-        if self._together is not None and self._together.agreement.is_on:
-            done = self._together.persist(within_s)
+        if self._final_commit is not None and self._final_commit.follower.is_on:
+            done = self._final_commit.persist(within_s)
             if done is not None:
                 return done
             within_s -= self._seconds_since(began_ns)
@@ -255,13 +266,13 @@ class KeeperSupervisor(CheckpointService):
         try:
             result = client.flush(max(0.0, within_s))
         except KeeperError as exc:
-            self._lost("persisting the newest checkpoint", exc)
+            self._lose_keeper("persisting the newest checkpoint", exc)
             return FinalFlush(newest=newest, why=str(exc))
-        self._look()
+        self._poll()
         state = result.state
         return FinalFlush(
             state=self._persisted if state is None else state,
-            # A state may have been committed meanwhile: what was sealed before is waited for.
+            # A state that was sealed before may have been committed meanwhile.
             newest=newest if state is None else max(state, newest or state),
             fitted=state is not None,
             has_place=result.why != NO_DIRECTORY,
@@ -270,38 +281,38 @@ class KeeperSupervisor(CheckpointService):
         )
 
     def settle(self, within_s: float) -> None:
-        agreement, began_ns = self._agreement, self._clock.mono_ns()
-        if agreement is None or self._together is None or not agreement.is_on:
+        follower, began_ns = self._follower, self._clock.mono_ns()
+        if follower is None or self._final_commit is None or not follower.is_on:
             return
-        agreement.is_over = True
-        with self._called("persisting the newest checkpoint", within_s) as has_turn:
-            if has_turn and self._keeper is not None:
-                self._look()  # what the ranks did last
-                if agreement.said() is not None:
-                    self._together.persist(within_s - self._seconds_since(began_ns))
+        follower.is_over = True
+        with self._locked("persisting the newest checkpoint", within_s) as is_locked:
+            if is_locked and self._keeper is not None:
+                self._poll()  # the ranks may have saved since the last poll
+                if follower.node_status() is not None:
+                    self._final_commit.persist(within_s - self._seconds_since(began_ns))
 
     def _seconds_since(self, then_ns: int) -> float:
         return (self._clock.mono_ns() - then_ns) / NS_PER_S
 
     def end(self, save_s: float) -> None:
         self._stopping.set()
-        self._looks.wake()
+        self._poll_request.wake()
         if save_s > 0:
             self.flush(save_s, is_end=True)
-        with self._called("ending the keeper", END_S) as has_turn:
+        with self._locked("ending the keeper", END_S) as is_locked:
             if self._is_over:
                 return
             self._is_over = True
-            if not has_turn:
+            if not is_locked:
                 self._release(False)
                 return
-            self._look()
-            self._record.over()
-            ended = self._keeper is None or self._ended(self._keeper)
+            self._poll()
+            self._record.end_generation()
+            ended = self._keeper is None or self._end_keeper(self._keeper)
             self._keeper = None
             self._release(ended)
 
-    def _ended(self, keeper: StartedKeeper) -> bool:
+    def _end_keeper(self, keeper: StartedKeeper) -> bool:
         try:
             keeper.client.shut_down()
         except KeeperError as exc:
@@ -313,52 +324,52 @@ class KeeperSupervisor(CheckpointService):
 
     def leave(self) -> None:
         self._stopping.set()
-        self._looks.wake()
-        with self._called("leaving the keeper", LOOK_WAIT_S) as has_turn:
+        self._poll_request.wake()
+        with self._locked("leaving the keeper", POLL_WAIT_S) as is_locked:
             if self._is_over:
                 return
             self._is_over = True
-            if has_turn:
-                self._look()
-                self._record.over()
+            if is_locked:
+                self._poll()
+                self._record.end_generation()
             if self._keeper is not None:
                 self._keeper.client.close()
             self._release(False)
 
     def _run(self) -> None:
-        with self._called("starting the keeper", self._times.ready_s) as has_turn:
-            if has_turn and self._keeper is None and not self._is_over:
-                self._opened()
+        with self._locked("starting the keeper", self._times.ready_s) as is_locked:
+            if is_locked and self._keeper is None and not self._is_over:
+                self._open_keeper()
         while not self._stopping.is_set():
-            self._looks.wait(self._wait_s())
+            self._poll_request.wait(self._wait_s())
             if not self._stopping.is_set():
-                self.tend()
+                self.run_once()
 
     def _wait_s(self) -> float:
-        is_waiting = self._agreement is not None and self._agreement.is_waiting
+        is_waiting = self._follower is not None and self._follower.is_waiting
         return self._times.hurried_s if is_waiting else self._times.every_s
 
     @contextmanager
-    def _called(self, what: str, within_s: float) -> Iterator[bool]:
-        """Take the turn for the length of the block; the block gets whether it has it.
+    def _locked(self, what: str, within_s: float) -> Iterator[bool]:
+        """Hold the lock for the block; yield whether it was acquired within *within_s*.
 
-        A mistake in here is recorded, and no more.
+        An exception in the block is recorded, and suppressed.
         """
-        has_turn = self._turn.acquire(timeout=max(0.0, within_s))
+        is_locked = self._lock.acquire(timeout=max(0.0, within_s))
         try:
-            yield has_turn
+            yield is_locked
         except Exception as exc:  # boundary: our bug must not stop the training
             log.warning("%s failed", what, exc_info=True)
             with suppress(Exception):
                 self._record.failed(what, exc)
         finally:
-            if has_turn:
-                self._turn.release()
+            if is_locked:
+                self._lock.release()
 
-    def _opened(self, lost: StateId | None = None) -> StartedKeeper | None:
-        """Return a keeper that was started or adopted just now, None where that failed.
+    def _open_keeper(self, lost: StateId | None = None) -> StartedKeeper | None:
+        """Start or adopt a keeper and return it, None where that failed.
 
-        *lost*: the newest state that one before it held.
+        *lost*: the newest state in the previous keeper.
         """
         try:
             self._keeper = self._start()
@@ -366,18 +377,18 @@ class KeeperSupervisor(CheckpointService):
             self._record.failed("starting the keeper of the checkpoints", exc)
             return None
         self._newest = None
-        self._look(is_first=True)
+        self._poll(is_first=True)
         if self._keeper is not None:
             self._at_begin = self._newest
-            self._record.began(self._keeper, self._newest, lost=lost)
+            self._record.keeper_started(self._keeper, self._newest, lost=lost)
         return self._keeper
 
-    def _is_there(self) -> bool:
-        """Take in how far the keeper is; say whether it is there."""
-        self._look()
+    def _poll_alive(self) -> bool:
+        """Poll the keeper; return whether it is alive."""
+        self._poll()
         return self._keeper is not None
 
-    def _look(self, *, is_first: bool = False) -> None:
+    def _poll(self, *, is_first: bool = False) -> None:
         keeper = self._keeper
         if keeper is None:
             return
@@ -386,40 +397,40 @@ class KeeperSupervisor(CheckpointService):
             try:
                 events = read_events(keeper.client.events())
                 status = keeper.client.status()
-                if self._agreement is not None:
-                    self._agreement.look(keeper.client, status)
+                if self._follower is not None:
+                    self._follower.update(keeper.client, status)
             finally:
-                if events:  # whatever came after: they are not recorded twice
-                    self._record.heard(events)
+                if events:  # also after an error: the keeper does not send them again
+                    self._record.record_events(events)
         except KeeperError as exc:
-            self._lost("hearing the keeper of the checkpoints", exc)
+            self._lose_keeper("polling the keeper of the checkpoints", exc)
             return
-        self._take_in(status, is_first=is_first)
+        self._update(status, is_first=is_first)
 
-    def _take_in(self, status: KeeperStatus, *, is_first: bool) -> None:
+    def _update(self, status: KeeperStatus, *, is_first: bool) -> None:
         newest, persisted = status.progress.newest, status.progress.persisted
-        if self._agreement is not None and self._agreement.is_on:
-            persisted = self._agreement.persisted
+        if self._follower is not None and self._follower.is_on:
+            persisted = self._follower.persisted
         has_changed = newest is not None and newest != self._newest
         if newest is not None and (has_changed or is_first):
             is_new = not is_first and (self._at_begin is None or newest > self._at_begin)
             self._record.newest(newest, is_new=is_new)
         self._newest, self._persisted = newest, persisted
-        if self._begun is not None and newest is not None:
-            saved = newest.epoch if status.epoch == newest.epoch else self._begun.epoch
-            self._begun = replace(self._begun, epoch=saved, newest=newest)
-        now_ns, used = self._clock.mono_ns(), self._is_shared
-        self._state = held_by_it(self._state, status, persisted, now_ns, is_used=used)
+        if self._generation is not None and newest is not None:
+            saved = newest.epoch if status.epoch == newest.epoch else self._generation.epoch
+            self._generation = replace(self._generation, epoch=saved, newest=newest)
+        now_ns, used = self._clock.mono_ns(), self._is_used
+        self._state = checkpoint_state(self._state, status, persisted, now_ns, is_used=used)
 
-    def _lost(self, what: str, error: KeeperError) -> None:
-        """Give the keeper up; another one takes its place."""
+    def _lose_keeper(self, what: str, error: KeeperError) -> None:
+        """Give the keeper up; `run_once` starts another one."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.client.close()
-        if self._begun is not None and self._begun.lost_s is None:
-            self._begun = replace(self._begun, lost_s=self._now_s())
-        if self._agreement is not None:
-            self._agreement.lost()
-        self._state = held_by_none(self._state)
+        if self._generation is not None and self._generation.lost_s is None:
+            self._generation = replace(self._generation, lost_s=self._now_s())
+        if self._follower is not None:
+            self._follower.detach()
+        self._state = without_keeper(self._state)
         self._newest = self._at_begin = None
         self._record.failed(what, error)

@@ -1,6 +1,6 @@
-"""The leader's part in the agreement on checkpoints: it reads all, judges, and writes.
+"""The leader's part in the agreement on checkpoints: it reads, judges and writes.
 
-What fails in here delays commits, and nothing else: see `gpuops.control.leader.ExtensionRunner`.
+A failure here delays commits, and nothing else: see `gpuops.control.leader.ExtensionRunner`.
 """
 
 import logging
@@ -19,8 +19,8 @@ from gpuops.agent.checkpoint.rules import (
     SavePacer,
     StatusSummary,
     judge,
-    notes_for,
-    restore_of,
+    newest_restorable,
+    plan_generation,
     why_overdue,
 )
 from gpuops.checkpoint.agreement.recovery import RestorePlan
@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 
 
 class CommitLeader(LeaderExtension):
-    """One agent's; it acts while that agent leads. *replicas*: how many nodes have each state.
+    """Active while its agent leads. *replicas*: the number of nodes that have each state.
 
-    *gave_up* is called with each state that all gave up, as some took too long, and why.
+    *gave_up* is called with each state that was dropped as overdue, and with the reason.
     """
 
     def __init__(
         self,
-        board: ControlStore,
+        store: ControlStore,
         keys: ControlKeys,
         me: Member,
         clock: Clock,
@@ -61,19 +61,19 @@ class CommitLeader(LeaderExtension):
         *,
         gave_up: Callable[[StateId, str], None] = lambda _state, _why: None,
     ) -> None:
-        self._board = board
+        self._store = store
         self._keys = keys
         self._me = me
         self._clock = clock
         self._replicas = replicas
         self._gave_up = gave_up
         self._generation = -1
-        self._notes: GenerationPlan | None = None
+        self._plan: GenerationPlan | None = None
         self._restore: RestorePlan | None = None
-        self._mark: tuple[int, CommitRecord] | None = None
+        self._commit: tuple[int, CommitRecord] | None = None
         self._pacer = SavePacer()
-        self._polls = ReplicaCheck()
-        self._differ: list[ReplicaReport] = []  # not written down yet
+        self._replica_check = ReplicaCheck()
+        self._differ: list[ReplicaReport] = []  # not in the commit record yet
 
     def roster_metadata(
         self,
@@ -82,181 +82,185 @@ class CommitLeader(LeaderExtension):
         previous: Roster | None,
         ready: Mapping[str, Entry],
     ) -> Json:
-        """Return who keeps whose states, and where the ranks go on from if that is known."""
+        """Return where copies are placed, and which state the ranks load if that is decided."""
         held = self._held(roster, ready)
         if not held:
             return {}
-        notes = notes_for(
+        plan = plan_generation(
             roster,
             held,
-            None if previous is None else notes_of(previous),
+            None if previous is None else generation_plan_of(previous),
             replicas=self._replicas,
             excluded_step=record.excluded_checkpoint,
         )
-        return {FIELD: notes.to_json()}
+        return {FIELD: plan.to_json()}
 
     def on_heartbeats(
         self, record: ControlRecord, roster: Roster, heartbeats: Mapping[str, Entry]
     ) -> None:
-        """Judge what all say of their states; costs nothing where nobody says anything.
+        """Judge the statuses in *heartbeats*; does nothing where none has any.
 
         Raises:
-            ControlStoreError: It is not written down.
+            ControlStoreError: The result could not be written.
         """
-        said = _said(roster, heartbeats)
-        if len(roster.members) < 2 or not said:
+        statuses = _statuses(roster, heartbeats)
+        if len(roster.members) < 2 or not statuses:
             return
         if self._generation != roster.generation:
             self._generation = roster.generation
-            self._notes = notes_of(roster)
-            self._restore = None if self._notes is None else self._notes.restore
-            self._mark = None  # others may have led meanwhile
+            self._plan = generation_plan_of(roster)
+            self._restore = None if self._plan is None else self._plan.restore
+            self._commit = None  # another agent may have led meanwhile
             self._pacer = SavePacer()
-            self._polls, self._differ = ReplicaCheck(), []
-        notes = self._notes
-        if notes is None or not notes.is_kept:
+            self._replica_check, self._differ = ReplicaCheck(), []
+        plan = self._plan
+        if plan is None or not plan.is_kept:
             return
-        restore = self._restore or self._find_restore(record, roster, notes, said)
+        restore = self._restore or self._find_restore(record, roster, plan, statuses)
         if restore is not None:
             self._restore = restore
-            self._judge(roster, notes, restore, said)
+            self._judge(roster, plan, restore, statuses)
 
     def _judge(
         self,
         roster: Roster,
-        notes: GenerationPlan,
+        plan: GenerationPlan,
         restore: RestorePlan,
-        said: Mapping[str, NodeStatus],
+        statuses: Mapping[str, NodeStatus],
     ) -> None:
         now_s = self._clock.mono_ns() / NS_PER_S
-        self._pacer.hear(said, now_s, len(roster.members))
-        version, before = self._mark or watermark_of(self._board.get(self._keys.commit_record()))
-        heard = StatusSummary(
+        self._pacer.observe(statuses, now_s, len(roster.members))
+        version, before = self._commit or commit_record_of(
+            self._store.get(self._keys.commit_record())
+        )
+        summary = StatusSummary(
             generation=roster.generation,
             epoch=restore.epoch,
-            seated=tuple(member.agent for member in roster.members),
-            said=said,
-            is_replicated=notes.placement is not None and notes.placement.replicas > 1,
+            members=tuple(member.agent for member in roster.members),
+            statuses=statuses,
+            is_replicated=plan.placement is not None and plan.placement.replicas > 1,
             overdue=self._pacer.overdue(now_s),
-            aim=self._pacer.aim(),
+            next_step=self._pacer.next_step(),
             leader=self._me.node,
             nodes={member.agent: member.node for member in roster.members},
         )
-        after = judge(before, heard)
-        self._polls.know(before.differ, before.alike)
-        self._differ = [*self._differ, *self._polls.hear(said.values(), restore.epoch)][-NAMED_MAX:]
+        after = judge(before, summary)
+        self._replica_check.restore(before.differ, before.alike)
+        self._differ = [
+            *self._differ,
+            *self._replica_check.observe(statuses.values(), restore.epoch),
+        ][-NAMED_MAX:]
         if self._differ:
-            told = tuple(self._differ)
-            after = replace(after, differ=(*before.differ, *told)[-NAMED_MAX:])
-        self._mark = (version, before)
+            after = replace(after, differ=(*before.differ, *self._differ)[-NAMED_MAX:])
+        self._commit = (version, before)
         if after == before:
             return
-        after = replace(after, alike=self._polls.alike)
-        done, entry = self._board.compare_and_set(
+        after = replace(after, alike=self._replica_check.last_equal)
+        done, entry = self._store.compare_and_set(
             self._keys.commit_record(), pack(after.to_json()), version=version
         )
-        self._mark = watermark_of(entry)
+        self._commit = commit_record_of(entry)
         if done:
             self._differ = []
-            self._pacer.went(before, after)
+            self._pacer.learn(before, after)
             for state in sorted(set(after.dropped) - set(before.dropped)):
-                if state in heard.overdue:
-                    self._gave_up(state, why_overdue(heard, state))
+                if state in summary.overdue:
+                    self._gave_up(state, why_overdue(summary, state))
 
     def _find_restore(
         self,
         record: ControlRecord,
         roster: Roster,
-        notes: GenerationPlan,
-        said: Mapping[str, NodeStatus],
+        plan: GenerationPlan,
+        statuses: Mapping[str, NodeStatus],
     ) -> RestorePlan | None:
-        """Return which state the ranks load, once the first node has listed the directory."""
-        first = said.get(roster.members[0].agent)
+        """Return which state the ranks load, None until the first node has listed the directory."""
+        first = statuses.get(roster.members[0].agent)
         if first is None or not first.wants or first.stored is None:
             return None
         key = self._keys.restore(roster.generation)
-        there = self._board.get(key)
-        if there.version:
-            return restore_in(there)
-        found = restore_of(
+        existing = self._store.get(key)
+        if existing.version:
+            return restore_plan_in(existing)
+        found = newest_restorable(
             roster,
-            self._held(roster, _by_agent(self._board.list(self._keys.ready(roster.generation)))),
+            self._held(roster, _by_agent(self._store.list(self._keys.ready(roster.generation)))),
             first.stored,
-            notes.epoch_max,
+            plan.epoch_max,
             record.excluded_checkpoint,
         )
-        _done, entry = self._board.compare_and_set(key, pack(found.to_json()), version=0)
-        return restore_in(entry)
+        _done, entry = self._store.compare_and_set(key, pack(found.to_json()), version=0)
+        return restore_plan_in(entry)
 
     def _held(self, roster: Roster, ready: Mapping[str, Entry]) -> dict[str, Inventory]:
         nodes = {m.agent: m.node for m in (*roster.members, *roster.spares)}
         found = {}
         for agent, entry in ready.items():
-            word = _field(entry)
-            if word is None or agent not in nodes:
+            body = _field(entry)
+            if body is None or agent not in nodes:
                 continue
             try:
-                found[agent] = Inventory.from_json(word)
+                found[agent] = Inventory.from_json(body)
             except MessageFormatError as exc:
-                log.warning("what %s holds cannot be read: %s", nodes[agent], exc)
+                log.warning("the inventory of %s cannot be read: %s", nodes[agent], exc)
         return found
 
 
-def notes_of(roster: Roster) -> GenerationPlan | None:
-    """Return the notes of *roster* on checkpoints, None where there are none to be read."""
-    word = roster.metadata.get(FIELD)
-    if word is None:
+def generation_plan_of(roster: Roster) -> GenerationPlan | None:
+    """Return the plan in *roster*, None where there is none that can be read."""
+    body = roster.metadata.get(FIELD)
+    if body is None:
         return None
     try:
-        return GenerationPlan.from_json(word)
+        return GenerationPlan.from_json(body)
     except MessageFormatError as exc:
-        log.warning("the notes of generation %d cannot be read: %s", roster.generation, exc)
+        log.warning("the plan of generation %d cannot be read: %s", roster.generation, exc)
         return None
 
 
-def watermark_of(entry: Entry) -> tuple[int, CommitRecord]:
-    """Return the version of the watermark and what it says; an empty one where there is none.
+def commit_record_of(entry: Entry) -> tuple[int, CommitRecord]:
+    """Return the version and the contents of the commit record; an empty one where none exists.
 
     Raises:
-        MessageFormatError, RecordError: It is none.
+        MessageFormatError, RecordError: It cannot be read.
     """
     if not entry.version:
         return 0, CommitRecord()
     return entry.version, CommitRecord.from_json(unpack(entry.value))
 
 
-def restore_in(entry: Entry) -> RestorePlan:
-    """Return the decision in *entry*.
+def restore_plan_in(entry: Entry) -> RestorePlan:
+    """Return the restore plan in *entry*.
 
     Raises:
-        MessageFormatError, RecordError: It is none.
+        MessageFormatError, RecordError: It cannot be read.
     """
     return RestorePlan.from_json(unpack(entry.value))
 
 
-def _said(roster: Roster, beats: Mapping[str, Entry]) -> dict[str, NodeStatus]:
+def _statuses(roster: Roster, heartbeats: Mapping[str, Entry]) -> dict[str, NodeStatus]:
     found = {}
     for member in roster.members:
-        entry = beats.get(member.agent)
-        word = None if entry is None else _field(entry)
-        if word is None:
+        entry = heartbeats.get(member.agent)
+        body = None if entry is None else _field(entry)
+        if body is None:
             continue
         try:
-            said = NodeStatus.from_json(word)
+            status = NodeStatus.from_json(body)
         except MessageFormatError as exc:
-            log.debug("what %s says of its states cannot be read: %s", member.node, exc)
+            log.debug("the checkpoint status of %s cannot be read: %s", member.node, exc)
             continue
-        if said.generation == roster.generation:
-            found[member.agent] = said
+        if status.generation == roster.generation:
+            found[member.agent] = status
     return found
 
 
 def _field(entry: Entry) -> Json | None:
     try:
-        word = unpack(entry.value).get(FIELD)
+        body = unpack(entry.value).get(FIELD)
     except RecordError:
         return None
-    return word if isinstance(word, dict) else None
+    return body if isinstance(body, dict) else None
 
 
 def _by_agent(entries: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -40,9 +40,9 @@ Why = Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)]
 
 @dataclass(frozen=True, slots=True)
 class StoredStates(Message):
-    """What a node found in the persistent directory: whole states with their worlds.
+    """The complete states in the persistent directory, with their world sizes.
 
-    ``epoch_max`` is the greatest epoch of anything there, -1 where there is nothing.
+    ``epoch_max`` is the greatest epoch of any state in it, -1 where it is empty.
     """
 
     states: Annotated[
@@ -54,10 +54,10 @@ class StoredStates(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalStatus(Message):
-    """What a node says of the last state of a run. ``is_over``: its ranks have ended.
+    """A node's status of the final state of a run. ``is_over``: its ranks have ended.
 
-    ``waits``: for the newest state to persist; ``trouble`` has kept it from writing its part of
-    ``failed`` since, "" where nothing has. ``pieces`` were written so far.
+    ``waits``: for the newest state to persist; ``trouble`` is the error that has prevented it from
+    writing its part of ``failed`` since, "" without one. ``pieces`` were written so far.
     """
 
     is_over: bool = False
@@ -67,16 +67,16 @@ class FinalStatus(Message):
     pieces: Annotated[int, Limit(2**62)] = 0
 
     def is_stuck_at(self, persist: StateId) -> bool:
-        """Say whether it cannot write *persist*; that an older one failed does not say that."""
+        """Return whether it cannot write *persist*; a failure of an older state does not count."""
         return bool(self.trouble) and (self.failed is None or self.failed >= persist)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus(KeeperProgress):
-    """What a node says of its states with each heartbeat: how far its keeper is, and more.
+    """The checkpoint status in each heartbeat of a node: the progress of its keeper, and more.
 
-    ``told`` is the newest state that it knows is to persist. ``wants``: its ranks wait to know
-    which state to load, and ``stored`` is what its directory has.
+    ``told`` is the newest state that it knows must persist. ``wants``: its ranks wait for the
+    decision which state to load, and ``stored`` are the states in its directory.
     """
 
     generation: Generation
@@ -88,11 +88,11 @@ class NodeStatus(KeeperProgress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(Message):
-    """What a node that joins holds in memory, and the port where peers get it.
+    """The states that a joining node holds in memory, and the port where peers fetch them.
 
-    Digests are roots only: enough to see what is equal. ``domain``: what fails together with it,
-    the widest first; () where it knows of nothing. ``stored_max`` is the greatest epoch in the
-    persistent directory, -1 where there is none or it did not tell in time.
+    Digests are roots only: enough to compare copies. ``domain``: its failure domains, the widest
+    first; () where none is known. ``stored_max`` is the greatest epoch in the persistent directory,
+    -1 where there is none or it was not listed in time.
     """
 
     port: Port
@@ -104,11 +104,11 @@ class Inventory(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan(Message):
-    """What all members know alike. ``peers``: where the keeper of each node is.
+    """The plan that all members share. ``peers``: the address of each node's keeper.
 
     ``is_kept`` False: some node has no keeper (``missing``), so that none saves. ``restore`` None:
-    it is decided once the ranks have named their directory. ``n_domains``: of the nodes, None where
-    none is known; of ``together`` nodes all copies lie in one.
+    it is decided once the ranks have named their directory. ``n_domains``: the number of failure
+    domains, None where none is known; ``together`` nodes have all their copies in one domain.
     """
 
     is_kept: bool = False
@@ -125,10 +125,10 @@ class GenerationPlan(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalCommitRecord(Message):
-    """What is agreed on of the last state. ``missed`` will not be persistent, for ``why``.
+    """The agreement on the final state. ``missed`` will not be persistent, for ``why``.
 
-    While a node waits, ``pieces`` says how much all have written and ``behind`` who has not
-    written its part: a node that sees neither change for long enough waits no more.
+    While a node waits, ``pieces`` is the number that all have written and ``behind`` are nodes that
+    have not written their part: a node that sees neither change for long enough stops waiting.
     """
 
     missed: StateId | None = None
@@ -139,14 +139,14 @@ class FinalCommitRecord(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord(Message):
-    """What is agreed on. ``committed``: every node of the generation has it, as often as asked.
+    """The agreement of all nodes. ``committed``: each node of the generation has all its copies.
 
-    ``dropped`` will never be committed, the newest first. ``persist`` is to be written to the
-    directory by all, ``sealed`` is there whole but for its manifest, which ``sealer`` writes, and
-    ``persisted`` has that, too. Nothing before the step ``aim`` is to be saved: by then all have
-    heard that they may. ``differ``: ranks of several nodes that differ, or are equal again, the
-    newest last; ``alike``: by key the last state in which they were equal, of a few keys. ``last``:
-    what of the last state will not be.
+    ``dropped`` will never be committed, the newest first. All nodes write ``persist`` to the
+    directory; ``sealed`` is complete there except for its manifest, which ``sealer`` writes;
+    ``persisted`` has its manifest too. No step before ``aim`` is saved: by then all nodes have the
+    decision. ``differ``: ranks of several nodes that differ, or are equal again, the newest last;
+    ``alike``: by key the last state in which they were equal, for a few keys. ``last``: the final
+    state.
     """
 
     generation: Generation = 0

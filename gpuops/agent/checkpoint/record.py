@@ -1,4 +1,4 @@
-"""What of the keeper's events goes into the run's journal and to the user.
+"""Records the keeper's events in the run's journal and reports them to the user.
 
 States are committed with every step, so commits and skips are counted and recorded once a minute.
 """
@@ -16,8 +16,9 @@ from gpuops.agent.checkpoint.keeper_events import (
     KeeperEvent,
     SaveCounter,
     is_counted,
-    resumed,
-    single,
+    journal_event,
+    resume_report,
+    state_json,
 )
 from gpuops.agent.journal.payloads import LastSave
 from gpuops.agent.journal.run_journal import RunJournal
@@ -29,8 +30,8 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-TOLD_EVERY_S = 60.0
-# What is wrong with the state itself, or with where it is kept: an incident of its own.
+COUNTS_EVERY_S = 60.0
+# Errors of the state itself or of its storage: each is an incident.
 _TROUBLE = {
     "persist_failed": "persisting a checkpoint",
     "corrupt": "the bytes of a checkpoint",
@@ -39,96 +40,95 @@ _NUMBERS = re.compile(r"[0-9a-f]{16}|\d+")
 
 
 class CheckpointRecord:
-    """The record of one agent's keeper; *n_ranks* are this node's.
+    """Records what happens to one agent's keeper; *n_ranks* is the number of ranks on this node.
 
-    *say* tells the user what is worth a warning, *say_news* what went well.
+    *warn* shows a warning to the user, *say_news* good news.
     """
 
     def __init__(
         self,
-        chronicle: RunJournal,
-        pace: StepTracker,
+        journal: RunJournal,
+        step_tracker: StepTracker,
         clock: Clock,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         *,
         say_news: Callable[[str], None] | None = None,
         n_ranks: int,
     ) -> None:
-        self._chronicle = chronicle
-        self._pace = pace
+        self._journal = journal
+        self._step_tracker = step_tracker
         self._clock = clock
-        self._say = say
-        self._say_news = say_news or say
+        self._warn = warn
+        self._say_news = say_news or warn
         self._n_ranks = n_ranks
-        self._tally = SaveCounter()
-        self._told_ns = clock.mono_ns()
+        self._counter = SaveCounter()
+        self._counts_ns = clock.mono_ns()
         self._loads: list[KeeperEvent] = []
-        self._has_said = False
-        self._warned: dict[str, str] = {}  # of which trouble last
+        self._has_shown = False
+        self._warned: dict[str, str] = {}  # the last reason by event kind
         self._repeats: Counter[str] = Counter()
 
-    def began(
+    def keeper_started(
         self, started: StartedKeeper, newest: StateId | None, *, lost: StateId | None = None
     ) -> None:
-        """Record that there is a keeper; the user is shown one that was adopted with a state."""
+        """Record that a keeper runs; tell the user if it was adopted with a state."""
         payload = {
             "adopted": started.adopted,
             "pid": started.pid,
-            "step": None if newest is None else newest.step,
-            "epoch": None if newest is None else newest.epoch,
+            **state_json(newest),
             "lost_step": None if lost is None else lost.step,
             "ended": started.ended or None,
         }
-        self._chronicle.checkpoint("checkpoint.keeper", payload)
+        self._journal.checkpoint("checkpoint.keeper", payload)
         if started.ended:
             self._hung(started, lost)
         elif lost is not None and newest is None:
-            self._say(
-                f"the keeper of the checkpoints died, and with it the state of step {lost.step} "
-                "in memory; another one has begun, and the next state is saved as ever"
+            self._warn(
+                f"the keeper of the checkpoints died, and the state of step {lost.step} in memory "
+                "is lost; it was restarted, and the next state is saved as usual"
             )
         if started.adopted and newest is not None and lost is None:
             self._say_news(
-                f"found the checkpoint of step {newest.step} in memory, of an agent of this job "
-                "that was killed: the workers go on from there"
+                f"found the checkpoint of step {newest.step} in memory, left by a killed agent of "
+                "this job: the workers resume from it"
             )
 
     def _hung(self, started: StartedKeeper, lost: StateId | None) -> None:
-        """Tell of a keeper that hung and was ended, so that another one could begin."""
+        """Report a keeper that hung, and was therefore ended and replaced."""
         self.failed("keeping checkpoints in memory", KeeperError(started.ended))
         what = "what it held" if lost is None else f"the state of step {lost.step}"
-        self._say(
-            f"the keeper of the checkpoints hung and was ended ({started.ended}), and with it "
-            f"{what} in memory; another one has begun, and the next state is saved as ever"
+        self._warn(
+            f"the keeper of the checkpoints hung and was ended ({started.ended}), and {what} in "
+            "memory is lost; it was restarted, and the next state is saved as usual"
         )
 
-    def heard(self, events: Sequence[KeeperEvent]) -> None:
+    def record_events(self, events: Sequence[KeeperEvent]) -> None:
         """Record *events*, one by one or counted."""
         for event in events:
             if is_counted(event):
-                self._tally.add(event)
+                self._counter.add(event)
                 continue
-            self._chronicle.checkpoint(*single(event))
+            self._journal.checkpoint(*journal_event(event))
             self._replicas(event)
             if event.kind in _TROUBLE:
                 self._trouble(event)
             elif event.kind == "persisted":
                 self._warned.pop("persist_failed", None)
-        self._resumed([event for event in events if event.kind == RESTORED])
-        if self._clock.mono_ns() - self._told_ns >= TOLD_EVERY_S * NS_PER_S:
-            self._tell()
+        self._record_loads([event for event in events if event.kind == RESTORED])
+        if self._clock.mono_ns() - self._counts_ns >= COUNTS_EVERY_S * NS_PER_S:
+            self._record_counts()
 
     def newest(self, state: StateId, *, is_new: bool) -> None:
-        """Let the restart decision know up to where the job is safe."""
-        self._pace.kept(state.step, is_new=is_new)
+        """Record the newest state in memory, on which the restart decision depends."""
+        self._step_tracker.saved(state.step, is_new=is_new)
 
     def failed(self, what: str, error: Exception) -> None:
-        """Record a failure of ours; training goes on without."""
+        """Record a failure of gpuops; training continues."""
         log.warning("%s failed: %s", what, error)
-        self._chronicle.tool_failed(what, error, "")
+        self._journal.tool_failed(what, error, "")
 
     def flushed(self, done: FinalFlush) -> None:
-        """Record what became of a flush, and say so."""
+        """Record the result of a flush, and show it to the user."""
         facts = LastSave(
             fitted=done.fitted,
             has_place=done.has_place,
@@ -139,76 +139,76 @@ class CheckpointRecord:
             directory=done.directory,
             why=done.why,
         )
-        self._chronicle.saved_last(facts)
+        self._journal.saved_last(facts)
         if done.is_end and not done.fitted:
-            error = CheckpointError(facts.words())
-            self._chronicle.tool_failed("persisting the last checkpoint", error, "")
-        (self._say_news if facts.fitted else self._say)(facts.words())
+            error = CheckpointError(facts.to_text())
+            self._journal.tool_failed("persisting the last checkpoint", error, "")
+        (self._say_news if facts.fitted else self._warn)(facts.to_text())
 
-    def over(self) -> None:
-        """Tell what was counted: a generation has ended, or the run has."""
-        self._tell()
+    def end_generation(self) -> None:
+        """Record the counts: the generation, or the run, has ended."""
+        self._record_counts()
         for kind, times in self._repeats.items():
-            self._chronicle.tool_failed_again(_TROUBLE[kind], times)
+            self._journal.tool_failed_again(_TROUBLE[kind], times)
         self._repeats.clear()
         self._loads.clear()
-        self._has_said = False
+        self._has_shown = False
 
-    def _tell(self) -> None:
-        self._told_ns = self._clock.mono_ns()
-        for kind, payload, severity in self._tally.take():
-            self._chronicle.checkpoint(kind, payload, severity)
+    def _record_counts(self) -> None:
+        self._counts_ns = self._clock.mono_ns()
+        for kind, payload, severity in self._counter.take():
+            self._journal.checkpoint(kind, payload, severity)
 
-    def _resumed(self, loads: Sequence[KeeperEvent]) -> None:
+    def _record_loads(self, loads: Sequence[KeeperEvent]) -> None:
         self._loads += loads
-        found = resumed(self._loads) if loads else None
+        found = resume_report(self._loads) if loads else None
         if found is None:
             return
-        self._pace.loaded(found.state.step)
-        self._chronicle.resumed(found.words(), found.longest_s)
-        if len(found.tiers) >= self._n_ranks and not self._has_said:
-            self._has_said = True
-            self._say_news(found.words())
+        self._step_tracker.loaded(found.state.step)
+        self._journal.resumed(found.to_text(), found.longest_s)
+        if len(found.tiers) >= self._n_ranks and not self._has_shown:
+            self._has_shown = True
+            self._say_news(found.to_text())
 
     def _replicas(self, event: KeeperEvent) -> None:
-        """Tell of ranks that differ where they must be equal; training goes on."""
+        """Report replicas that differ; training continues."""
         if event.differing is not None:
             found = event.differing
-            self._chronicle.replicas_differ(found)
+            self._journal.replicas_differ(found)
             where = f"gpuops runbook {FailureClass.REPLICAS_DIFFER.value}"
-            self._say(f"replicas of the training state differ: {found.description}; {where}")
+            self._warn(f"replicas of the training state differ: {found.description}; {where}")
         elif event.kind == APART and event.why is not None:
-            self._say(event.why)
+            self._warn(event.why)
         elif event.kind == ALIKE and event.state is not None and event.ranks is not None:
-            self._chronicle.replicas_alike(event.ranks, event.state.step)
+            self._journal.replicas_alike(event.ranks, event.state.step)
 
     def _trouble(self, event: KeeperEvent) -> None:
-        """Warn of what is wrong; of the same again, with each try, only the number is shown."""
+        """Warn of an error; repetitions of the same one are only counted."""
         same = _NUMBERS.sub("#", event.why or "")
         if self._warned.get(event.kind) == same:
             self._repeats[event.kind] += 1
             return
         self._warned[event.kind] = same
         which = "" if event.state is None else f"{event.state}: "
-        error = CheckpointError(f"{which}{event.why or 'no reason was told'}")
+        error = CheckpointError(f"{which}{event.why or 'no reason was given'}")
         self.failed(_TROUBLE[event.kind], error)
 
 
 class OverdueReporter:
-    """What the leader records of them: each one; *say* tells the user, of the same again only once.
+    """Records states that the leader dropped as overdue; *warn* gets each reason once in a row.
 
-    Until there is another one nothing newer is in memory: a failure costs more than it should.
+    Until a later state is committed nothing newer is in memory, so that a failure costs more.
     """
 
-    def __init__(self, chronicle: RunJournal, say: Callable[[str], None]) -> None:
-        self._chronicle = chronicle
-        self._say = say
-        self._said = ""
+    def __init__(self, journal: RunJournal, warn: Callable[[str], None]) -> None:
+        self._journal = journal
+        self._warn = warn
+        self._last_why = ""
 
     def gave_up(self, state: StateId, why: str) -> None:
-        """Record that *state* was given up by all, for *why*."""
-        payload = {"count": 1, "step": state.step, "epoch": state.epoch, "why": why}
-        self._chronicle.checkpoint("checkpoint.given_up", payload, Severity.WARNING)
-        if why != self._said:
-            self._said = why
-            self._say(f"the checkpoint of step {state.step} was given up: {why}")
+        """Record that all nodes gave up *state*, for *why*."""
+        payload = {"count": 1, **state_json(state), "why": why}
+        self._journal.checkpoint("checkpoint.given_up", payload, Severity.WARNING)
+        if why != self._last_why:
+            self._last_why = why
+            self._warn(f"the checkpoint of step {state.step} was given up: {why}")

@@ -1,4 +1,4 @@
-"""The agents' part in comparing replicas: the leader combines what nodes report; pure."""
+"""Comparing replicas across nodes: the leader combines the digests that nodes report; pure."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,187 +28,190 @@ _KEYS_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Poll:
-    """What ranks of one set reported, by state; ``is_over``: they are not compared any more.
+class _Comparison:
+    """The digests of one set of ranks, by state; ``is_over``: they are no longer compared.
 
-    ``open``: the difference that was reported and is not over.
+    ``open``: the difference that was reported and has not ended.
     """
 
-    course: ComparisonHistory = field(default_factory=ComparisonHistory)
-    told: OrderedDict[StateId, dict[int, RankDigest]] = field(default_factory=OrderedDict)
+    history: ComparisonHistory = field(default_factory=ComparisonHistory)
+    digests: OrderedDict[StateId, dict[int, RankDigest]] = field(default_factory=OrderedDict)
     is_over: bool = False
-    n_told: int = 0
+    n_reported: int = 0
     open: ReplicaDifference | None = None
 
-    def know(self, found: ReplicaDifference) -> None:
-        """Take in what was reported already, maybe by another leader; what is known is skipped."""
+    def restore(self, found: ReplicaDifference) -> None:
+        """Take in a recorded report, maybe of another leader; a known one is skipped."""
         if found.verdict.outcome is ReplicaOutcome.APART:
             self.is_over = True
             return
-        if self.course.record(
+        if self.history.record(
             found.state, is_different=found.verdict.outcome is not ReplicaOutcome.ALIKE
         ):
             self.open = found
-            self.n_told += 1
-        self.course.last_equal = self.course.last_equal or found.last_equal
-        if self.course.first_different is None:
+            self.n_reported += 1
+        self.history.last_equal = self.history.last_equal or found.last_equal
+        if self.history.first_different is None:
             self.open = None
 
 
 class ReplicaCheck:
-    """The comparisons of one generation, as one leader sees them.
+    """The comparisons of one generation on the leader.
 
-    Of ranks that differ when all of them are heard for the first time it is said that they train
-    apart, and no more: only what was equal once can become wrong. What was before this generation,
-    or under another leader, is known as far as it was written down.
+    Ranks that already differ in their first comparison are reported as training apart, and are not
+    compared again: only ranks that were equal once can become wrong. Results from before this
+    generation, or of another leader, are known from the commit record.
     """
 
     def __init__(self) -> None:
-        self._polls: dict[str, _Poll] = {}
+        self._comparisons: dict[str, _Comparison] = {}
 
     @property
-    def alike(self) -> dict[str, StateId]:
+    def last_equal(self) -> dict[str, StateId]:
         """Return the last states in which ranks were equal, by key; the newest few of them."""
         found = {
-            key: poll.course.last_equal
-            for key, poll in self._polls.items()
-            if poll.course.last_equal is not None and not poll.is_over
+            key: comparison.history.last_equal
+            for key, comparison in self._comparisons.items()
+            if comparison.history.last_equal is not None and not comparison.is_over
         }
         newest = sorted(found, key=lambda key: found[key], reverse=True)[:NAMED_MAX]
         return {key: found[key] for key in newest}
 
-    def know(self, reports: Sequence[ReplicaReport], alike: Mapping[str, StateId]) -> None:
-        """Take in the recorded *reports*, the newest last, and *alike*."""
+    def restore(self, reports: Sequence[ReplicaReport], last_equal: Mapping[str, StateId]) -> None:
+        """Take in the recorded *reports*, the newest last, and *last_equal*."""
         for each in reports:
-            if (poll := self._poll(each.key)) is not None:
-                poll.know(each.difference)
-        for key, state in alike.items():
-            if (poll := self._poll(key)) is not None and poll.open is None:
-                poll.course.record(state, is_different=False)
+            if (comparison := self._comparison(each.key)) is not None:
+                comparison.restore(each.difference)
+        for key, state in last_equal.items():
+            if (comparison := self._comparison(key)) is not None and comparison.open is None:
+                comparison.history.record(state, is_different=False)
 
-    def hear(self, words: Iterable[NodeStatus], epoch: int) -> list[ReplicaReport]:
-        """Take in what all nodes say of states of *epoch*; return what was found out by that."""
+    def observe(self, statuses: Iterable[NodeStatus], epoch: int) -> list[ReplicaReport]:
+        """Take in the digests of states of *epoch*; return the new results of comparing them."""
         found = []
-        ballots = (ballot for said in words for ballot in said.group_digests)
-        for ballot in (each for each in ballots if each.state.epoch == epoch):
-            poll = self._poll(ballot.key)
-            if poll is None:
+        groups = (group for status in statuses for group in status.group_digests)
+        for group in (each for each in groups if each.state.epoch == epoch):
+            comparison = self._comparison(group.key)
+            if comparison is None:
                 continue
-            by_rank = poll.told.setdefault(ballot.state, {})
-            is_news = not by_rank.keys() >= ballot.rank_digests.keys()
-            by_rank |= ballot.rank_digests
-            while len(poll.told) > _STATES_MAX:
-                poll.told.popitem(last=False)
-            if is_news and len(by_rank) == ballot.n_ranks and not poll.is_over:
-                found += _counted(poll, ballot, by_rank)
+            by_rank = comparison.digests.setdefault(group.state, {})
+            is_new = not by_rank.keys() >= group.rank_digests.keys()
+            by_rank |= group.rank_digests
+            while len(comparison.digests) > _STATES_MAX:
+                comparison.digests.popitem(last=False)
+            if is_new and len(by_rank) == group.n_ranks and not comparison.is_over:
+                found += _compare(comparison, group, by_rank)
         return found
 
-    def _poll(self, key: str) -> _Poll | None:
-        """Return the poll of *key*, None where there are too many."""
-        if key not in self._polls and len(self._polls) >= _KEYS_MAX:
+    def _comparison(self, key: str) -> _Comparison | None:
+        """Return the comparison of *key*, None where there are too many."""
+        if key not in self._comparisons and len(self._comparisons) >= _KEYS_MAX:
             return None
-        return self._polls.setdefault(key, _Poll())
+        return self._comparisons.setdefault(key, _Comparison())
 
 
-def _counted(
-    poll: _Poll, ballot: GroupDigest, by_rank: dict[int, RankDigest]
+def _compare(
+    comparison: _Comparison, group: GroupDigest, by_rank: dict[int, RankDigest]
 ) -> list[ReplicaReport]:
-    """Return what follows from the sketches of all ranks of one set."""
-    course, state, ranks = poll.course, ballot.state, tuple(sorted(by_rank))
-    alike, differ = course.last_equal, len(set(by_rank.values())) > 1
-    if alike is None and course.first_different is None and differ:
-        poll.is_over = True
-        apart = ReplicaVerdict(ReplicaOutcome.APART, ranks)
-        return [
-            ReplicaReport(ballot.key, ReplicaDifference(state=state, ranks=ranks, verdict=apart))
-        ]
-    if not course.record(state, is_different=differ):
-        return _over(poll, ballot, ranks)
-    poll.n_told += 1
-    if poll.n_told > REPORTS_MAX:
+    """Return the reports that follow from the digests of all ranks of one set."""
+    history, state, ranks = comparison.history, group.state, tuple(sorted(by_rank))
+    last_equal, differ = history.last_equal, len(set(by_rank.values())) > 1
+    if last_equal is None and history.first_different is None and differ:
+        comparison.is_over = True
+        return [_report(group, ranks, ReplicaVerdict(ReplicaOutcome.APART, ranks))]
+    if not history.record(state, is_different=differ):
+        return _over(comparison, group, ranks)
+    comparison.n_reported += 1
+    if comparison.n_reported > REPORTS_MAX:
         return []
     verdict = compare_ranks(by_rank)
     one, other = _two_of(by_rank, verdict)
-    n_tensors = ballot.n_tensors
+    n_tensors = group.n_tensors
     verdict = adjust_for_breadth(verdict, n_differing(one, other, n_tensors), n_tensors)
     number = None
     if len(set(by_rank.values())) == 2:
         number = only_difference(one, other, n_tensors)
-    found = ReplicaDifference(state=state, ranks=ranks, verdict=verdict, last_equal=alike)
-    poll.is_over = verdict.outcome is ReplicaOutcome.APART
-    poll.open = None if poll.is_over else found
-    return [ReplicaReport(ballot.key, found, number)]
+    found = ReplicaDifference(state=state, ranks=ranks, verdict=verdict, last_equal=last_equal)
+    comparison.is_over = verdict.outcome is ReplicaOutcome.APART
+    comparison.open = None if comparison.is_over else found
+    return [ReplicaReport(group.key, found, number)]
 
 
-def _over(poll: _Poll, ballot: GroupDigest, ranks: tuple[int, ...]) -> list[ReplicaReport]:
+def _over(
+    comparison: _Comparison, group: GroupDigest, ranks: tuple[int, ...]
+) -> list[ReplicaReport]:
     """Return that ranks are equal again, where a difference was reported."""
-    if poll.open is None or poll.course.first_different is not None:
+    if comparison.open is None or comparison.history.first_different is not None:
         return []
-    verdict, poll.open = ReplicaVerdict(ReplicaOutcome.ALIKE, poll.open.verdict.suspects), None
-    return [
-        ReplicaReport(
-            ballot.key, ReplicaDifference(state=ballot.state, ranks=ranks, verdict=verdict)
-        )
-    ]
+    verdict, comparison.open = (
+        ReplicaVerdict(ReplicaOutcome.ALIKE, comparison.open.verdict.suspects),
+        None,
+    )
+    return [_report(group, ranks, verdict)]
+
+
+def _report(group: GroupDigest, ranks: tuple[int, ...], verdict: ReplicaVerdict) -> ReplicaReport:
+    found = ReplicaDifference(state=group.state, ranks=ranks, verdict=verdict)
+    return ReplicaReport(group.key, found)
 
 
 def _two_of(
     by_rank: dict[int, RankDigest], verdict: ReplicaVerdict
 ) -> tuple[RankDigest, RankDigest]:
-    """Return the sketch of a rank that may be wrong, and another one."""
+    """Return the digest of a rank that may be wrong, and a different one."""
     one = by_rank[verdict.suspects[0]]
-    return one, next(sketch for sketch in by_rank.values() if sketch != one)
+    return one, next(digest for digest in by_rank.values() if digest != one)
 
 
 class ReplicaDifferenceReporter:
-    """What the node of *me* has reported.
+    """The reports of the node of *me*.
 
-    The node of its first suspect reports a difference, once while it lasts. The same agent reports
-    that the ranks are equal again, wherever they are by then: there its incident is open.
+    The node of the first suspect reports a difference, once while it lasts. The same agent also
+    reports that the ranks are equal again, even if they have moved: it has the open incident.
     """
 
     def __init__(self, me: Member) -> None:
         self._me = me
-        self._told: set[tuple[str, StateId]] = set()
-        self._open: dict[str, StateId] = {}  # since which state, by the key of the ranks
+        self._reported: set[tuple[str, StateId]] = set()
+        self._open: dict[str, StateId] = {}  # by the key of the ranks: the first state that differs
 
-    def tell(
+    def report_new(
         self,
         report: Callable[[ReplicaReport], None],
         roster: Roster,
         found: Sequence[ReplicaReport],
         epoch: int,
     ) -> None:
-        """Give *report*, of the keeper, what is new here of what was *found*, the newest last.
+        """Pass those of *found*, the newest last, that are new here to *report* of the keeper.
 
         Raises:
-            KeeperError: It does not answer; the rest is reported when this is called again.
+            KeeperError: It does not answer; the next call reports the rest.
         """
-        for told in found:
-            state, outcome = told.difference.state, told.difference.verdict.outcome
+        for each in found:
+            state, outcome = each.difference.state, each.difference.verdict.outcome
             if outcome is ReplicaOutcome.ALIKE:
-                since = self._open.get(told.key)
+                since = self._open.get(each.key)
                 if since is not None and since < state:
-                    report(told)
-                    del self._open[told.key]
-            elif state.epoch == epoch and self._is_to_tell(told, roster):
-                report(replace(told, nodes=_nodes_of(roster, told.difference)))
-                self._told.add((told.key, state))
+                    report(each)
+                    del self._open[each.key]
+            elif state.epoch == epoch and self._must_report(each, roster):
+                report(replace(each, nodes=_nodes_of(roster, each.difference)))
+                self._reported.add((each.key, state))
                 if outcome is not ReplicaOutcome.APART:
-                    self._open[told.key] = state
+                    self._open[each.key] = state
 
-    def _is_to_tell(self, told: ReplicaReport, roster: Roster) -> bool:
-        if told.key in self._open or (told.key, told.difference.state) in self._told:
+    def _must_report(self, found: ReplicaReport, roster: Roster) -> bool:
+        if found.key in self._open or (found.key, found.difference.state) in self._reported:
             return False
         first = roster.first_rank(roster.group_rank(self._me.agent) or 0)
-        return first <= told.reporter_rank < first + self._me.n_workers
+        return first <= found.reporter_rank < first + self._me.n_workers
 
 
 def _nodes_of(roster: Roster, found: ReplicaDifference) -> tuple[str, ...]:
-    """Return the node of each suspect; () where they may have been elsewhere when it came about."""
+    """Return the node of each suspect; () where the ranks may have run elsewhere at that time."""
     suspects = found.verdict.suspects
-    is_there = found.last_equal is not None and found.last_equal.epoch == found.state.epoch
-    if not is_there or len(suspects) > NAMED_MAX:
+    is_same = found.last_equal is not None and found.last_equal.epoch == found.state.epoch
+    if not is_same or len(suspects) > NAMED_MAX:
         return ()
     nodes = [member.node for member in roster.members for _ in range(member.n_workers)]
     return tuple(nodes[rank] for rank in suspects) if max(suspects) < len(nodes) else ()

@@ -35,41 +35,52 @@ from gpuops.slurm import topology
 from gpuops.units import US_PER_S
 
 LOCK = "agent.lock"
-# A keeper that was killed, or whose lease is over, leaves its log for so long.
+# How long the folder, with its log, of a keeper that was killed or has lost its lease is kept.
 KEPT_S = 86_400.0
 DIGITS = 16
-# Agents of one very command on one node: tests and sweeps start several at once.
-TWINS_MAX = 64
-# What changes from one login, terminal or try to the next, and says nothing of the job.
-_PASSING = ("GPUOPS_", "SLURM", "SSH_", "XDG_", "TERM", "TMUX", "LC_", "PYTEST_", "DBUS_", "VSCODE")
-_OWN = frozenset(
+# Agents of the same command on one node: tests and sweeps start several at once.
+SAME_COMMAND_MAX = 64
+# Variables that change between logins, terminals or attempts, and do not identify the job.
+_PREFIXES = (
+    "GPUOPS_",
+    "SLURM",
+    "SSH_",
+    "XDG_",
+    "TERM",
+    "TMUX",
+    "LC_",
+    "PYTEST_",
+    "DBUS_",
+    "VSCODE",
+)
+_TRANSIENT = frozenset(
     ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "DISPLAY", "WINDOWID", "LANG", "PS1")
 )
-# How long a keeper may take to answer from memory: a restart of the workers waits for it.
+# Timeout of a keeper's answer from memory: a restart of the workers waits for it.
 ANSWER_S = 10.0
 READY_S = 12.0
-# The keeper hashes with these; without them no script can make a Checkpointer either.
+# The keeper hashes with these; without them no script can create a Checkpointer either.
 NEEDED = ("xxhash", "blake3")
 
 
 class FolderError(GpuopsError):
-    """No folder here is private enough for a keeper; the message says which were tried, and why."""
+    """No folder is private enough for a keeper; the message has the problem of each candidate."""
 
 
 @dataclass(slots=True)
 class KeeperFolder:
-    """A folder that is this agent's for as long as it lives."""
+    """A folder that this agent holds the lock of."""
 
     path: Path
     lock: int
 
     @property
     def socket(self) -> Path:
-        """Return where its keeper listens."""
+        """Return the path of the keeper's socket."""
         return self.path / SOCKET_NAME
 
-    def leave(self, *, remove: bool) -> None:
-        """Let go of it; *remove* it where nothing is in there for a next agent."""
+    def release(self, *, remove: bool) -> None:
+        """Release the lock; *remove* the folder where the next agent does not need it."""
         if remove:
             _remove(self.path)
         os.close(self.lock)
@@ -78,36 +89,36 @@ class KeeperFolder:
 def keeper_key(request: RunRequest, env: Mapping[str, str], *, node: str, cwd: str) -> str:
     """Return 16 hexadecimal digits that the agents of the same job on *node* share.
 
-    A run with an id (``--rdzv-id``) is that id, at the place where its agents meet. Any other is
-    its command (script, arguments, folder, numbers of nodes and workers) in its job of Slurm, or in
-    its environment: a script may take its learning rate from there, and a sweep must not go on from
-    another one's weights.
+    A run with an id (``--rdzv-id``) is identified by it and by its rendezvous endpoint. Any other
+    is identified by its command (script, arguments, folder, numbers of nodes and workers) and its
+    Slurm job, else its environment: a script may read its learning rate from there, and a sweep
+    must not resume from another one's weights.
     """
-    meeting = request.plan.endpoint
+    endpoint = request.plan.endpoint
     job = env.get("SLURM_JOB_ID", "")
-    place = [meeting.kind.value, meeting.host, meeting.port]
-    parts: list[object] = [node, *place, meeting.run_key]
+    place = [endpoint.kind.value, endpoint.host, endpoint.port]
+    parts: list[object] = [node, *place, endpoint.run_key]
     if "rdzv_id" not in request.given:
         command = [fingerprint(request), cwd, str(request.torch.training_script)]
-        parts = [node, *place, *command, job, {} if job else _lasting(env)]
+        parts = [node, *place, *command, job, {} if job else _job_env(env)]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:DIGITS]
 
 
-def _lasting(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what of *env* may be a part of the job."""
-    return {k: v for k, v in env.items() if k not in _OWN and not k.startswith(_PASSING)}
+def _job_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of *env* that may identify the job."""
+    return {k: v for k, v in env.items() if k not in _TRANSIENT and not k.startswith(_PREFIXES)}
 
 
 def runtime_parents(env: Mapping[str, str], temporary: Path, uid: int) -> list[Path]:
-    """Return where such folders may be made: the session's own directory, else *temporary*."""
+    """Return the parents of such folders: the session's runtime directory, else *temporary*."""
     session = env.get("XDG_RUNTIME_DIR", "")
     found = [Path(session) / "gpuops"] if session.startswith("/") else []
     return [*found, temporary / f"gpuops-{uid}"]
 
 
 def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
-    """Remove the folders of keepers that are gone and that nobody came back to for `KEPT_S`."""
+    """Remove the folders of keepers that are gone and were not used for `KEPT_S`."""
     for parent in parents:
         with suppress(OSError):
             for path in list((parent / "keepers").iterdir()):
@@ -115,14 +126,14 @@ def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
                     continue
                 folder = _locked(path, uid, must_exist=False)
                 if folder is not None:
-                    folder.leave(remove=True)
+                    folder.release(remove=True)
 
 
 def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
-    """Return the folder of *key*, locked: one that has a keeper already rather than a new one.
+    """Return the folder of *key*, locked; one that has a keeper is preferred to a new one.
 
     Raises:
-        FolderError: None of *parents* can be made and is this user's alone.
+        FolderError: None of *parents* can be created and is private to this user.
     """
     problems = []
     for parent in parents:
@@ -130,17 +141,17 @@ def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
         problem = _why_not(parent, uid, private=False) or _why_not(base, uid, private=True)
         if problem is None:
             for must_exist in (True, False):
-                for number in range(TWINS_MAX):
+                for number in range(SAME_COMMAND_MAX):
                     folder = _locked(base / f"{key}-{number}", uid, must_exist=must_exist)
                     if folder is not None:
                         return folder
-            problem = f"{TWINS_MAX} agents of this very command are at work in {base}"
+            problem = f"{SAME_COMMAND_MAX} agents of this command are running in {base}"
         problems.append(problem)
-    raise FolderError("; ".join(problems) or "no folder to make it in")
+    raise FolderError("; ".join(problems) or "there is no folder for it")
 
 
 def _why_not(path: Path, uid: int, *, private: bool) -> str | None:
-    """Make *path* if it is missing; return why it cannot be trusted, None where it can."""
+    """Create *path* if it is missing; return why it cannot be trusted, None where it can."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
@@ -149,12 +160,12 @@ def _why_not(path: Path, uid: int, *, private: bool) -> str | None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
         return f"{path} is not a folder of this user"
     if found.st_mode & (0o077 if private else 0o022):
-        return f"others may {'look into' if private else 'write'} {path}; chmod 700"
+        return f"other users may {'read' if private else 'write'} {path}; chmod 700"
     return None
 
 
 def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
-    """Return the folder *path* if no living agent has it, and it is the one wanted."""
+    """Return the folder *path* locked, None where another agent has it or it has no keeper."""
     if must_exist and not (path / SOCKET_NAME).exists():
         return None
     if _why_not(path, uid, private=True) is not None:
@@ -166,7 +177,7 @@ def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had it may have removed it just before we got the lock on what it was.
+        # Its last owner may have removed it just before this lock was acquired.
         if os.fstat(lock).st_ino == (path / LOCK).stat().st_ino:
             return KeeperFolder(path, lock)
     except OSError:
@@ -176,7 +187,7 @@ def _locked(path: Path, uid: int, *, must_exist: bool) -> KeeperFolder | None:
 
 
 def _is_held(path: Path) -> bool:
-    """Say whether a process holds the lock *path*; it is not held where there is none."""
+    """Return whether a process holds the lock *path*; a missing one is not held."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -191,7 +202,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove *folder* and the files in it; it is ours alone."""
+    """Remove *folder* and the files in it; it is private to this user."""
     with suppress(OSError):
         for file in folder.iterdir():
             file.unlink(missing_ok=True)
@@ -200,7 +211,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointJob:
-    """What this agent runs, and where; ``name`` is the same on all nodes of the run."""
+    """The job of this agent and its environment; ``name`` is the same on all nodes of the run."""
 
     request: RunRequest
     name: str
@@ -213,9 +224,9 @@ class CheckpointJob:
 def start_keeper(
     folder: Path, *, lease_s: float, node: str, job: str, answer_s: float = ANSWER_S
 ) -> StartedKeeper:
-    """Return the keeper in *folder*, started where none is there; it answers within *answer_s*.
+    """Return the keeper in *folder*, started if there is none; it answers within *answer_s*.
 
-    One that hangs is ended: nobody could have its memory, and no other could begin.
+    One that hangs is ended: its memory cannot be read, and it would block the next one.
 
     Raises:
         KeeperError: It could not be started.
@@ -241,11 +252,11 @@ def checkpoints_of(
     job: CheckpointJob,
     record: CheckpointRecord,
     clock: Clock,
-    agreement: CommitFollower | None = None,
+    follower: CommitFollower | None = None,
 ) -> CheckpointService:
-    """Return what keeps the checkpoints of *job*; a keeper is being started when this returns.
+    """Return the checkpoint service of *job*; the start of a keeper has begun when this returns.
 
-    *agreement*: with the other nodes of the run; None where there are none.
+    *follower*: for the agreement with the other nodes of the run; None where there are none.
     """
     plan = job.request.plan.checkpoints
     if not plan.in_memory or any(find_spec(name) is None for name in NEEDED):
@@ -256,16 +267,16 @@ def checkpoints_of(
     try:
         folder = take_folder(parents, key, job.uid)
     except FolderError as exc:
-        record.failed("making a folder for the keeper of the checkpoints", exc)
+        record.failed("creating a folder for the keeper of the checkpoints", exc)
         return CheckpointService(plan.directory)
     return KeeperSupervisor(
         partial(start_keeper, folder.path, lease_s=plan.lease_s, node=job.node, job=job.name),
         record,
         clock,
         directory=plan.directory,
-        release=lambda ended: folder.leave(remove=ended),
+        release=lambda ended: folder.release(remove=ended),
         refusal=partial(_refusal, plan.directory, job.name, clock),
-        agreement=agreement,
+        follower=follower,
     ).open()
 
 
@@ -276,7 +287,7 @@ def _refusal(
     keeper_pid: int | None,
     pause: Callable[[float], object],
 ) -> str | None:
-    """Return why another job has *directory*, None where none has; URLs have no owner."""
+    """Return why another job holds the lock of *directory*, None where none does."""
     if directory is None:
         return None
     from gpuops.checkpoint.storage.directory_lock import lock_conflict
@@ -285,27 +296,27 @@ def _refusal(
 
 
 def domain_of(
-    wanted: str, node: str, env: Mapping[str, str], say: Callable[[str], None]
+    option: str, node: str, env: Mapping[str, str], warn: Callable[[str], None]
 ) -> DomainPath:
-    """Return the names of the domains of *node*, the widest first; () where none is known.
+    """Return the names of the failure domains of *node*, the widest first; () where none is known.
 
-    *wanted* is ``auto`` (what Slurm tells the step in *env*), ``off``, a path like row1/rack3, or a
-    file as `parse_domains` reads it. A file that is of no use is said, and stops nothing.
+    *option* is ``auto`` (from Slurm's variables in *env*), ``off``, a path like row1/rack3, or a
+    file as `parse_domains` reads it. A file that cannot be used is reported with *warn*.
     """
-    if wanted == "off":
+    if option == "off":
         return ()
-    if wanted == "auto":
+    if option == "auto":
         return topology.domain_of(env)
-    if not is_domain_file(wanted):
-        return tuple(wanted.split("/"))
+    if not is_domain_file(option):
+        return tuple(option.split("/"))
     try:
-        known = read_domains(Path(wanted).expanduser()).paths
+        known = read_domains(Path(option).expanduser()).paths
     except ConfigError as exc:
-        say(f"copies of checkpoints are placed as if nothing failed together: {exc}")
+        warn(f"copies of checkpoints are placed without failure domains: {exc}")
         return ()
-    # As the agent calls itself, as Slurm does, and without the network's name.
+    # The agent's name of the node, Slurm's, and the host name without its domain.
     names = [node, env.get("SLURMD_NODENAME", ""), node.partition(".")[0]]
     found = next((known[name] for name in names if name in known), None)
     if found is None:
-        say(f"no failure domain of {node} in {wanted}: copies of checkpoints may lie together")
+        warn(f"no failure domain of {node} in {option}: its copies may share a failure domain")
     return found or ()

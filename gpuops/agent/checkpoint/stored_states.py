@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 def survey(directory: str) -> StoredStates:
-    """Return which states *directory* has whole, the newest first.
+    """Return the complete states in *directory*, the newest first.
 
     Raises:
-        CheckpointError: It cannot be read, or all that it has is damaged.
+        CheckpointError: It cannot be read, or has only damaged states.
     """
     from gpuops.checkpoint.storage.address import open_store  # only where a run checkpoints
 
@@ -30,17 +30,17 @@ def survey(directory: str) -> StoredStates:
 
 @dataclass(slots=True)
 class StoredStatesLookup:
-    """Looks at a directory in a thread of its own, again where that failed; why is said once."""
+    """Lists a directory in a thread with *survey*, and retries; *warn* gets each error once."""
 
-    act: Callable[[str], StoredStates]
-    say: Callable[[str], None]
-    _told: str = ""
+    survey: Callable[[str], StoredStates]
+    warn: Callable[[str], None]
+    _last_error: str = ""
     _directory: str | None = None
     _found: StoredStates | None = None
     _thread: threading.Thread | None = field(default=None)
 
     def of(self, directory: str | None) -> StoredStates | None:
-        """Return what *directory* has, None while that is not known."""
+        """Return the states in *directory*, None while that is not known."""
         if directory is None:
             return StoredStates()
         if directory != self._directory:
@@ -53,8 +53,8 @@ class StoredStatesLookup:
             self._thread.join(0.05)
         return self._found
 
-    def anew(self, directory: str | None, within_s: float) -> StoredStates | None:
-        """Return what *directory* has by now, None where that takes longer than *within_s*."""
+    def refresh(self, directory: str | None, within_s: float) -> StoredStates | None:
+        """List *directory* again; return None where that takes longer than *within_s*."""
         self._found = None
         found = self.of(directory)
         if found is None and self._thread is not None:
@@ -64,13 +64,13 @@ class StoredStatesLookup:
 
     def _run(self, directory: str) -> None:
         try:
-            found = self.act(directory)
+            found = self.survey(directory)
         except CheckpointError as exc:
-            if str(exc) != self._told:
-                self._told = str(exc)
-                self.say(f"{exc}; the ranks wait until it is known which state to load")
+            if str(exc) != self._last_error:
+                self._last_error = str(exc)
+                self.warn(f"{exc}; the ranks wait until it is known which state to load")
             return
-        except Exception:  # boundary: whatever a file system raises, the ranks wait for word
+        except Exception:  # boundary: whatever a file system raises, the listing is retried
             log.exception("the checkpoints in %s cannot be listed", directory)
             return
         if directory == self._directory:

@@ -201,7 +201,7 @@ class CheckpointJournal(EventJournal):
         """Record what became of the last save before an end; the incident of that end says it."""
         severity = Severity.INFO if facts.fitted else Severity.WARNING
         self._emit("checkpoint.flushed", payloads.last_save(facts), severity=severity)
-        self._last_save = (Evidence(role=Role.RECOVERY, text=facts.words(), entity=self._here),)
+        self._last_save = (Evidence(role=Role.RECOVERY, text=facts.to_text(), entity=self._here),)
 
     @in_turn
     def replicas_differ(self, found: ReplicaMismatch) -> None:

@@ -81,7 +81,7 @@ class LastSave:
     directory: str | None
     why: str | None
 
-    def words(self) -> str:
+    def to_text(self) -> str:
         """Return it as one sentence."""
         place = "" if self.directory is None else f" in {self.directory}"
         time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"

@@ -56,7 +56,7 @@ class StepTracker:
             return self.checkpoint_step
         return self._loaded
 
-    def kept(self, step: int, *, is_new: bool) -> None:
+    def saved(self, step: int, *, is_new: bool) -> None:
         """Take it from the keeper that its newest state is that of *step*.
 
         It may be lower than what was known: steps are made again. *is_new*: these workers saved it.

@@ -11,7 +11,7 @@ from support.kept_states import NOTHING, SavingWorld, newest
 from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
-from gpuops.agent.checkpoint.leader import notes_of
+from gpuops.agent.checkpoint.leader import generation_plan_of
 from gpuops.agent.checkpoint.messages import Inventory, StoredStates
 from gpuops.checkpoint.types import CheckpointError, StateId
 from gpuops.incident.decision import ReportKind, RestartPolicy
@@ -89,9 +89,11 @@ def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
     player = world.players[0]
     place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
     agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
-    assert Inventory.from_json(agreement.holding(player.keeper)).stored_max == -1  # within a second
+    assert (
+        Inventory.from_json(agreement.inventory(player.keeper)).stored_max == -1
+    )  # within a second
     may_tell.set()
-    while Inventory.from_json(agreement.holding(player.keeper)).stored_max != 8:
+    while Inventory.from_json(agreement.inventory(player.keeper)).stored_max != 8:
         pass
 
 
@@ -107,7 +109,7 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
     player = world.players[0]
     place = KeeperLocation(me=player.me, token="t" * 16, job="run", directory="/states")
     agreement = CommitFollower(player.store, player.link.keys, place, survey, world.said.append)
-    while Inventory.from_json(agreement.holding(player.keeper)).stored_max != 3:
+    while Inventory.from_json(agreement.inventory(player.keeper)).stored_max != 3:
         pass
 
     assert world.said == [
@@ -118,12 +120,12 @@ def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_trie
 def test_only_what_failed_since_all_were_asked_to_persist_is_trouble():
     player = started(2, 2, 2).players[0]
     agreement, status = player.agreement, replace(player.keeper.status(), n_persist_failed=2)
-    agreement.look(player.keeper, status)
+    agreement.update(player.keeper, status)
     agreement.must_persist = True
-    agreement.look(player.keeper, status)
+    agreement.update(player.keeper, status)
     assert agreement.trouble == ""
 
-    agreement.look(player.keeper, replace(status, n_persist_failed=3))
+    agreement.update(player.keeper, replace(status, n_persist_failed=3))
     assert agreement.trouble == "no space"
 
 
@@ -256,13 +258,13 @@ def test_only_who_shared_copies_with_a_lost_node_gets_others(seed):
     world.pass_time(20)
     survivors = [world.players[n] for n in (0, 2, 3)]
     shards = {player.node: player.keeper.shard for player in survivors}
-    before = notes_of(survivors[0].leader.roster).placement
+    before = generation_plan_of(survivors[0].leader.roster).placement
 
     world.lose(world.players[1])
     world.run_until(lambda w: w.players[4].running == 1)
     world.pass_time(5)
 
-    after = notes_of(survivors[0].leader.roster).placement
+    after = generation_plan_of(survivors[0].leader.roster).placement
     partners = set(before.holders("n1")) - {"n1"}
     assert {node for pair in missing_copies(before, after) for node in pair} == partners | {"n4"}
     # Ranks stay where they were: what each node saved and holds is still what it needs.

@@ -6,7 +6,7 @@ import pytest
 from support.placements import missing_copies
 
 from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory
-from gpuops.agent.checkpoint.rules import notes_for
+from gpuops.agent.checkpoint.rules import plan_generation
 from gpuops.agent.checkpoint.start import domain_of
 from gpuops.checkpoint.placement.domains import align_paths
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
@@ -57,7 +57,7 @@ def test_a_node_that_no_line_names_is_said(tmp_path):
     file.write_text("gpu1 rack3\n")
     assert found(str(file)) == (
         (),
-        [f"no failure domain of gpu017 in {file}: copies of checkpoints may lie together"],
+        [f"no failure domain of gpu017 in {file}: its copies may share a failure domain"],
     )
 
 
@@ -95,7 +95,7 @@ def held_by(domains):
 
 def placed(domains, before=None, replicas=2):
     """Return the notes of a roster of these nodes, as they come out at the other agents."""
-    notes = notes_for(
+    notes = plan_generation(
         roster_of(domains), held_by(domains), before, replicas=replicas, excluded_step=None
     )
     return GenerationPlan.from_json(notes.to_json())
@@ -114,7 +114,7 @@ def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, i
         "agent-a": Inventory(port=7000, copies=copies),
         "agent-b": Inventory.from_json(Inventory(port=7000, stored_max=stored).to_json()),
     }
-    notes = notes_for(roster, held, before, replicas=2, excluded_step=None)
+    notes = plan_generation(roster, held, before, replicas=2, excluded_step=None)
     assert (notes.restore is not None) == is_known
     assert notes.epoch_max == max(2, stored)
     if notes.restore is not None:
@@ -141,7 +141,9 @@ def test_all_agents_place_the_same_whatever_the_order_of_what_they_heard():
     found = set()
     for seed in range(20):
         random.Random(seed).shuffle(items)
-        notes = notes_for(roster_of(domains), dict(items), None, replicas=2, excluded_step=None)
+        notes = plan_generation(
+            roster_of(domains), dict(items), None, replicas=2, excluded_step=None
+        )
         found.add(repr(notes.placement))
     assert len(found) == 1
 

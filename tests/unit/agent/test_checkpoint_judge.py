@@ -60,11 +60,11 @@ heard = st.builds(
     StatusSummary,
     generation=st.just(5),
     epoch=st.just(EPOCH),
-    seated=st.just(AGENTS),
-    said=st.dictionaries(st.sampled_from([*AGENTS, "stranger"]), said),
+    members=st.just(AGENTS),
+    statuses=st.dictionaries(st.sampled_from([*AGENTS, "unknown"]), said),
     is_replicated=st.booleans(),
     overdue=st.frozensets(states, max_size=2),
-    aim=st.none() | st.integers(0, 9),
+    next_step=st.none() | st.integers(0, 9),
     leader=st.just("n0"),
 )
 
@@ -72,7 +72,7 @@ heard = st.builds(
 def everybody(**more):
     one = NodeStatus(generation=5, **more)
     return StatusSummary(
-        generation=5, epoch=EPOCH, seated=AGENTS, said=dict.fromkeys(AGENTS, one), leader="n0"
+        generation=5, epoch=EPOCH, members=AGENTS, statuses=dict.fromkeys(AGENTS, one), leader="n0"
     )
 
 
@@ -81,7 +81,7 @@ def test_nothing_goes_back_and_only_what_all_have_is_committed(found):
     mark = CommitRecord()
     for one in found:
         after = judge(mark, one)
-        words = [one.said.get(agent) for agent in AGENTS]
+        words = [one.statuses.get(agent) for agent in AGENTS]
         if after.committed != mark.committed:
             assert mark.committed is None or after.committed > mark.committed
             assert after.committed.epoch == EPOCH
@@ -106,7 +106,7 @@ def test_nothing_goes_back_and_only_what_all_have_is_committed(found):
 @given(heard, st.permutations(AGENTS))
 def test_the_order_in_which_nodes_are_named_does_not_matter(found, order):
     assert judge(CommitRecord(), found) == judge(
-        CommitRecord(), replace(found, seated=tuple(order))
+        CommitRecord(), replace(found, members=tuple(order))
     )
 
 
@@ -116,7 +116,7 @@ def test_what_one_node_skipped_is_dropped_and_all_aim_at_a_later_step():
     lacks = NodeStatus(generation=5, decided=StateId(EPOCH, 14))
     words = {"a": has, "b": has, "c": lacks}
 
-    after = judge(CommitRecord(), replace(everybody(), said=words, aim=40))
+    after = judge(CommitRecord(), replace(everybody(), statuses=words, next_step=40))
 
     assert after.dropped == (state,)
     assert after.aim == StateId(EPOCH, 40)
@@ -131,7 +131,7 @@ def test_what_a_node_is_still_writing_is_not_dropped():
         "c": NodeStatus(generation=5, decided=StateId(EPOCH, 9)),
     }
 
-    assert judge(CommitRecord(), replace(everybody(), said=words)) == CommitRecord()
+    assert judge(CommitRecord(), replace(everybody(), statuses=words)) == CommitRecord()
 
 
 def test_the_next_one_persists_only_once_all_know_of_the_one_before():
@@ -166,8 +166,8 @@ def test_of_a_generation_that_is_over_nothing_is_taken():
 
 def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_missed():
     pacer = SavePacer()
-    assert pacer.aim() is None
-    pacer.hear(
+    assert pacer.next_step() is None
+    pacer.observe(
         {
             "a": NodeStatus(generation=0, decided=StateId(EPOCH, 100)),
             "b": NodeStatus(generation=0, decided=StateId(EPOCH, 90)),
@@ -175,28 +175,28 @@ def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_miss
         0.0,
         2,
     )
-    assert pacer.aim() == 101
-    pacer.hear({"a": NodeStatus(generation=0, decided=StateId(EPOCH, 200))}, 10.0, 2)
-    assert pacer.aim() == 201 + 10 * LEAD_S
+    assert pacer.next_step() == 101
+    pacer.observe({"a": NodeStatus(generation=0, decided=StateId(EPOCH, 200))}, 10.0, 2)
+    assert pacer.next_step() == 201 + 10 * LEAD_S
 
-    pacer.went(CommitRecord(), CommitRecord(dropped=(StateId(1, 1),)))
-    assert pacer.aim() == 201 + 20 * LEAD_S
+    pacer.learn(CommitRecord(), CommitRecord(dropped=(StateId(1, 1),)))
+    assert pacer.next_step() == 201 + 20 * LEAD_S
 
 
 @pytest.mark.parametrize("other", [None, NodeStatus(generation=5, in_flight=StateId(EPOCH, 1))])
 def test_what_one_node_does_not_come_to_have_whole_is_overdue(other):
     pacer, state = SavePacer(), StateId(EPOCH, 1)
     word = {"a": NodeStatus(generation=5, whole=(state,)), **({"b": other} if other else {})}
-    pacer.hear(word, 0.0, 2)
-    pacer.hear(word, OVERDUE_S, 2)
+    pacer.observe(word, 0.0, 2)
+    pacer.observe(word, OVERDUE_S, 2)
 
     assert pacer.overdue(OVERDUE_S - 0.1) == set()
     assert pacer.overdue(OVERDUE_S) == {state}
     found = StatusSummary(
-        generation=5, epoch=EPOCH, seated=("a", "b"), said=word, nodes={"b": "n1"}
+        generation=5, epoch=EPOCH, members=("a", "b"), statuses=word, nodes={"b": "n1"}
     )
     assert why_overdue(found, state) == "n1 did not have it 60.0 s after other nodes had"
-    pacer.hear({}, OVERDUE_S, 2)
+    pacer.observe({}, OVERDUE_S, 2)
     assert pacer.overdue(9 * OVERDUE_S) == set()
 
 
@@ -206,19 +206,19 @@ def test_what_all_have_whole_waits_for_its_copies_for_as_long_as_they_may_take()
     words, there = {"a": one, "b": one}, replace(one, replicated=(state,))
     mark, found = (
         CommitRecord(),
-        StatusSummary(generation=5, epoch=EPOCH, seated=("a", "b"), said=words),
+        StatusSummary(generation=5, epoch=EPOCH, members=("a", "b"), statuses=words),
     )
     for now_s in range(0, 10 * round(OVERDUE_S), 5):
         # One whose keeper was slow has said nothing for a moment.
-        pacer.hear({"a": one} if now_s % 100 == 0 else words, now_s, 2)
+        pacer.observe({"a": one} if now_s % 100 == 0 else words, now_s, 2)
         mark = judge(mark, replace(found, overdue=pacer.overdue(now_s)))
     assert mark == CommitRecord()
 
-    assert judge(mark, replace(found, said=dict.fromkeys("ab", there))).committed == state
-    pacer.hear(words, COPIED_MAX_S, 2)
+    assert judge(mark, replace(found, statuses=dict.fromkeys("ab", there))).committed == state
+    pacer.observe(words, COPIED_MAX_S, 2)
     assert pacer.overdue(COPIED_MAX_S - 0.1) == set()
     assert pacer.overdue(COPIED_MAX_S) == {state}
-    late = replace(found, said={"a": there, "b": one}, overdue=pacer.overdue(COPIED_MAX_S))
+    late = replace(found, statuses={"a": there, "b": one}, overdue=pacer.overdue(COPIED_MAX_S))
     assert judge(mark, late).dropped == (state,)
     why = "the copies of what b saved were not at their holders after 60 min 00 s"
     assert why_overdue(late, state) == why

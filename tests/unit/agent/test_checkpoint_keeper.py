@@ -164,7 +164,7 @@ def test_what_a_keeper_told_before_it_failed_in_the_same_look_is_on_record(bench
         ("committed", StateId(0, 9))
     ]
     assert bench.heard.failures == [
-        ("hearing the keeper of the checkpoints", "the keeper does not answer")
+        ("polling the keeper of the checkpoints", "the keeper does not answer")
     ]
 
 
@@ -174,9 +174,9 @@ def test_a_keeper_that_dies_under_its_workers_is_followed_by_one_that_takes_over
     bench.keeping.begin(4, 1, 40)
     first.epoch = 2
     first.commit(9, epoch=2)
-    bench.keeping.tend()
+    bench.keeping.run_once()
     first.kill()
-    bench.keeping.tend()
+    bench.keeping.run_once()
 
     assert second.begun == [(4, 1, 40)]
     assert second.taken_over == [2]
@@ -184,7 +184,7 @@ def test_a_keeper_that_dies_under_its_workers_is_followed_by_one_that_takes_over
     assert bench.keeping.env() == {"GPUOPS_KEEPER": "/run/keeper.sock"}
     second.epoch = 2
     second.commit(10, epoch=2)
-    bench.keeping.tend()
+    bench.keeping.run_once()
     assert bench.heard.states == [(9, True), (10, True)]
 
 
@@ -194,9 +194,9 @@ def test_while_ranks_may_still_ask_what_to_load_another_keeper_begins_as_the_fir
     bench = Bench(first, second)
     bench.keeping.begin(1, 1, None)
     first.epoch = 1
-    bench.keeping.tend()
+    bench.keeping.run_once()
     first.kill()
-    bench.keeping.tend()
+    bench.keeping.run_once()
 
     assert (second.begun, second.taken_over) == ([(1, 1, None)], [])
 
@@ -207,7 +207,7 @@ def test_keepers_that_die_again_and_again_are_given_up_for_a_while():
     found = []
     for _ in range(700):
         bench.keeper.kill()
-        bench.keeping.tend()
+        bench.keeping.run_once()
         if bench.keeping.state().is_alive:
             found.append(round(bench.clock.mono_ns() / NS_PER_S))
         bench.clock.advance(1.0)
@@ -225,9 +225,9 @@ def test_a_keeper_that_only_took_its_time_goes_on_where_it_was():
     keeping = KeeperSupervisor(lambda: keeper.started(adopted=next(is_adopted)), heard, clock)
     keeping.begin(0, 1, None)
     keeper.commit(3)
-    keeping.tend()
+    keeping.run_once()
     keeper.clients[0].close()  # as a line is closed on which no answer came
-    keeping.tend()
+    keeping.run_once()
 
     assert keeper.begun == [(0, 1, None)]
     assert keeping.state().step == 3
@@ -285,7 +285,7 @@ def test_our_own_bug_is_recorded_and_goes_no_further(bench):
     bench.keeper.clients[0].events = lambda: 1 / 0
     bench.keeping.look()
 
-    assert [what for what, _ in bench.heard.failures] == ["hearing the keeper"]
+    assert [what for what, _ in bench.heard.failures] == ["polling the keeper"]
 
 
 def test_a_flush_says_whether_the_newest_state_fitted(bench):
@@ -324,27 +324,27 @@ def test_the_only_state_that_is_still_hashed_when_the_run_ends_is_persisted(benc
 
 
 class Agreement:
-    """The agreement with other nodes, which comes about after a few looks at the board."""
+    """The agreement with other nodes, which comes about after a few polls of the control store."""
 
-    is_on, has_directory, directory, is_waiting = True, True, "/ckpt", False
+    is_on, directory, is_waiting = True, "/ckpt", False
     trouble = missed = ""
-    is_over, last, sign, behind = False, None, None, ("n1",)
+    is_over, last, progress_mark, behind = False, None, None, ("n1",)
 
     def __init__(self, keeper):
         self.keeper = keeper
         self.left, self.persisted, self.must_persist = 3, None, False
-        self.has_heard = False
+        self.is_saving = False
 
     has_committed = False
     is_uncommitted = property(
-        lambda self: self.has_heard and self.left > 0 and not self.has_committed
+        lambda self: self.is_saving and self.left > 0 and not self.has_committed
     )
 
-    def begin(self, _tie, _roster):
+    def begin(self, _client, _roster):
         return True
 
-    def said(self):
-        return {} if self.has_heard else None
+    def node_status(self):
+        return {} if self.is_saving else None
 
     def is_led(self):
         return True
@@ -352,8 +352,8 @@ class Agreement:
     def why_missed(self, _state):
         return self.missed
 
-    def look(self, _tie, _stats):
-        self.has_heard = True
+    def update(self, _client, _status):
+        self.is_saving = True
 
     def fetch(self):
         self.left -= 1
@@ -367,10 +367,10 @@ class Agreement:
 def test_at_the_end_what_was_saved_last_is_agreed_on_before_it_is_persisted(how):
     keeper = FakeKeeper()
     agreement = Agreement(keeper)
-    bench = Bench(keeper, agreement=agreement, pause=lambda _s: None)
+    bench = Bench(keeper, follower=agreement, pause=lambda _s: None)
     bench.keeping.begin(0, 2, None, roster=object())
     keeper.commit(11)
-    agreement.has_heard = False  # of the last step
+    agreement.is_saving = False  # of the last step
     getattr(bench.keeping, how)(60.0)
 
     assert agreement.persisted == StateId(0, 12)
@@ -379,8 +379,8 @@ def test_at_the_end_what_was_saved_last_is_agreed_on_before_it_is_persisted(how)
 def test_what_cannot_be_written_here_is_not_waited_for_until_the_time_is_up():
     keeper = FakeKeeper()
     agreement = Agreement(keeper)
-    agreement.has_heard, agreement.left = True, 10**9
-    bench = Bench(keeper, agreement=agreement, pause=lambda _s: bench.clock.advance(1.0))
+    agreement.is_saving, agreement.left = True, 10**9
+    bench = Bench(keeper, follower=agreement, pause=lambda _s: bench.clock.advance(1.0))
     bench.keeping.begin(0, 2, None, roster=object())
     keeper.commit(11)
     agreement.trouble = "cannot write into /ckpt: Read-only file system"
@@ -403,13 +403,13 @@ def test_nobody_waits_for_a_node_that_cannot_write_or_comes_to_nothing(
 ):
     keeper = FakeKeeper()
     agreement = Agreement(keeper)
-    agreement.has_heard, agreement.left, agreement.missed = True, 10**9, missed
+    agreement.is_saving, agreement.left, agreement.missed = True, 10**9, missed
     agreement.has_committed = True
-    bench = Bench(keeper, agreement=agreement, pause=lambda _s: bench.clock.advance(1.0))
+    bench = Bench(keeper, follower=agreement, pause=lambda _s: bench.clock.advance(1.0))
     bench.keeping.begin(0, 2, None, roster=object())
     keeper.commit(11)
     bench.keeping.look()
-    agreement.has_heard = True
+    agreement.is_saving = True
     began_ns = bench.clock.mono_ns()
     bench.keeping.settle(600.0)
     seconds = (bench.clock.mono_ns() - began_ns) / NS_PER_S

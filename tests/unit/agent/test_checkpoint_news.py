@@ -8,9 +8,9 @@ from gpuops.agent.checkpoint.keeper_events import (
     KeeperEvent,
     SaveCounter,
     is_counted,
+    journal_event,
     read_events,
-    resumed,
-    single,
+    resume_report,
 )
 from gpuops.checkpoint.types import StateId
 from gpuops.model import Severity
@@ -98,10 +98,10 @@ def test_no_nonsense_raises(told):
     found = read_events(told)
     tally = SaveCounter()
     for item in found:
-        tally.add(item) if is_counted(item) else single(item)
+        tally.add(item) if is_counted(item) else journal_event(item)
     tally.take()
-    if (loaded := resumed(found)) is not None:
-        assert loaded.words()
+    if (loaded := resume_report(found)) is not None:
+        assert loaded.to_text()
 
 
 def test_commits_and_skips_are_told_together():
@@ -133,15 +133,15 @@ def test_commits_and_skips_are_told_together():
 
 
 def test_the_rest_is_told_one_by_one_and_trouble_is_grave():
-    kind, payload, severity = single(event("persist_failed", state=[0, 4], why="ENOSPC"))
+    kind, payload, severity = journal_event(event("persist_failed", state=[0, 4], why="ENOSPC"))
 
     assert (kind, payload["why"], severity) == (
         "checkpoint.persist_failed",
         "ENOSPC",
         Severity.ERROR,
     )
-    assert single(event("persisted"))[2] is Severity.INFO
-    assert single(event("anything_new"))[0] == "checkpoint.anything_new"
+    assert journal_event(event("persisted"))[2] is Severity.INFO
+    assert journal_event(event("anything_new"))[0] == "checkpoint.anything_new"
 
 
 def load(rank, step=41, tier="memory", epoch=1, seconds=0.5):
@@ -156,20 +156,24 @@ def load(rank, step=41, tier="memory", epoch=1, seconds=0.5):
 
 
 def test_what_the_ranks_loaded_in_words():
-    one = resumed([load(0)])
-    all_of_memory = resumed([load(rank, seconds=rank / 10) for rank in range(4)])
-    mixed = resumed([load(0), load(2), load(1, tier="peer"), load(3, tier="persistent")])
+    one = resume_report([load(0)])
+    all_of_memory = resume_report([load(rank, seconds=rank / 10) for rank in range(4)])
+    mixed = resume_report([load(0), load(2), load(1, tier="peer"), load(3, tier="persistent")])
 
-    assert one.words() == "resumed from step 41: rank 0 from memory; 1.0 MB in 0.50 s"
-    assert all_of_memory.words() == "resumed from step 41: ranks 0-3 from memory; 4.0 MB in 0.30 s"
-    assert mixed.words() == (
+    assert one.to_text() == "resumed from step 41: rank 0 from memory; 1.0 MB in 0.50 s"
+    assert (
+        all_of_memory.to_text() == "resumed from step 41: ranks 0-3 from memory; 4.0 MB in 0.30 s"
+    )
+    assert mixed.to_text() == (
         "resumed from step 41: ranks 0, 2 from memory; rank 1 from a peer's memory; rank 3 from "
         "the directory; 4.0 MB in 0.50 s"
     )
-    assert resumed([event("persisted", state=[0, 1])]) is None
+    assert resume_report([event("persisted", state=[0, 1])]) is None
 
 
 def test_of_two_restarts_the_newer_state_counts():
-    found = resumed([load(0, step=30, epoch=0), load(0, step=8, epoch=1), load(1, step=8, epoch=1)])
+    found = resume_report(
+        [load(0, step=30, epoch=0), load(0, step=8, epoch=1), load(1, step=8, epoch=1)]
+    )
 
     assert (found.state.step, len(found.tiers)) == (8, 2)

@@ -7,7 +7,7 @@ from support.keepers import FakeKeeper
 
 from gpuops.agent.checkpoint.api import FinalFlush
 from gpuops.agent.checkpoint.keeper_events import read_events
-from gpuops.agent.checkpoint.record import TOLD_EVERY_S, CheckpointRecord, OverdueReporter
+from gpuops.agent.checkpoint.record import COUNTS_EVERY_S, CheckpointRecord, OverdueReporter
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.checkpoint.types import KeeperError, StateId
@@ -39,7 +39,7 @@ class Desk:
 
     def hear(self):
         told, self.keeper.told = self.keeper.told, []
-        self.record.heard(read_events(told))
+        self.record.record_events(read_events(told))
 
     def of(self, kind):
         return [payload for name, payload, _ in self.events if name == kind]
@@ -55,12 +55,12 @@ def test_commits_are_told_once_a_minute_and_when_a_generation_ends(desk):
         desk.keeper.commit(step)
     desk.hear()
     assert desk.events == []
-    desk.clock.advance(TOLD_EVERY_S)
+    desk.clock.advance(COUNTS_EVERY_S)
     desk.keeper.commit(5)
     desk.hear()
     desk.keeper.commit(6)
     desk.hear()
-    desk.record.over()
+    desk.record.end_generation()
 
     assert [(p["count"], p["step"]) for p in desk.of("checkpoint.committed")] == [(6, 5), (1, 6)]
 
@@ -71,7 +71,7 @@ def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
     assert desk.news == []
     desk.keeper.restored(41, rank=1)
     desk.hear()
-    desk.record.over()
+    desk.record.end_generation()
     desk.keeper.restored(44, rank=0)
     desk.hear()
     desk.keeper.restored(44, rank=1)
@@ -123,7 +123,7 @@ def test_the_same_trouble_again_is_counted_until_it_has_passed(desk):
     fail("No space left on device")
     desk.keeper.told.append({"kind": "persisted", "state": [0, 9]})
     fail("No space left on device")
-    desk.record.over()
+    desk.record.end_generation()
 
     told = [payload["error"] for payload in desk.of("tool.failed")]
     assert ["Read-only" in error for error in told[:1]] == [True]
@@ -134,7 +134,7 @@ def test_the_same_trouble_again_is_counted_until_it_has_passed(desk):
 
 def test_a_keeper_that_hung_and_was_ended_is_a_failure_of_ours_and_said(desk):
     started = replace(desk.keeper.started(), ended="it was stopped by a signal")
-    desk.record.began(started, None, lost=StateId(0, 41))
+    desk.record.keeper_started(started, None, lost=StateId(0, 41))
 
     (told,) = desk.of("tool.failed")
     assert "it was stopped by a signal" in told["error"]
@@ -170,8 +170,8 @@ def test_each_state_that_waited_too_long_for_a_node_is_a_warning_and_the_same_is
 
 
 def test_an_adopted_state_is_said(desk):
-    desk.record.began(desk.keeper.started(adopted=True), StateId(3, 41))
-    desk.record.began(desk.keeper.started(), None)
+    desk.record.keeper_started(desk.keeper.started(adopted=True), StateId(3, 41))
+    desk.record.keeper_started(desk.keeper.started(), None)
 
     assert [p["adopted"] for p in desk.of("checkpoint.keeper")] == [True, False]
     assert desk.said == []

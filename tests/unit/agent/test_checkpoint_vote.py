@@ -47,7 +47,7 @@ def said(step, *ranks, wrong=None, key="k", n_ranks=4):
 
 
 def hear(polls, words):
-    return polls.hear(words, 1)
+    return polls.observe(words, 1)
 
 
 def test_equal_ranks_are_no_news():
@@ -125,21 +125,21 @@ def test_another_leader_goes_on_from_what_is_written_down():
     first, bad = ReplicaCheck(), {2: [17]}
     hear(first, [said(1, 0, 1), said(1, 2, 3)])
     second = ReplicaCheck()
-    second.know([], first.alike)
+    second.restore([], first.last_equal)
     (told,) = hear(second, [said(2, 0, 1), said(2, 2, 3, wrong=bad)])
     assert (told.difference.last_equal, told.number) == (state(1), 17)
     third = ReplicaCheck()
-    third.know([told], second.alike)
+    third.restore([told], second.last_equal)
 
     assert hear(third, [said(3, 0, 1), said(3, 2, 3, wrong=bad)]) == []
     (over,) = hear(third, [said(4, 0, 1), said(4, 2, 3)])
     assert (over.difference.verdict.outcome, over.reporter_rank) == (ReplicaOutcome.ALIKE, 2)
     for polls in (first, second, third):
-        polls.know([told, over], third.alike)
+        polls.restore([told, over], third.last_equal)
         assert hear(polls, [said(5, 0, 1), said(5, 2, 3)]) == []
-    assert first.alike == {"k": state(5)}
+    assert first.last_equal == {"k": state(5)}
     apart = ReplicaCheck()
-    apart.know([replace(told, difference=replace(told.difference, verdict=APART))], {})
+    apart.restore([replace(told, difference=replace(told.difference, verdict=APART))], {})
     assert hear(apart, [said(6, 0, 1), said(6, 2, 3, wrong=bad)]) == []
 
 
@@ -148,7 +148,7 @@ def test_only_so_many_sets_of_ranks_are_remembered():
     for number in range(20):
         hear(polls, [said(number, 0, 1, key=f"k{number}", n_ranks=2)])
 
-    assert list(polls.alike) == [f"k{number}" for number in range(19, 11, -1)]
+    assert list(polls.last_equal) == [f"k{number}" for number in range(19, 11, -1)]
 
 
 def test_two_nodes_with_a_rank_each_have_no_majority():
@@ -190,7 +190,7 @@ def test_sets_that_say_other_things_do_not_meet():
     words = [said(1, 0, 1, n_ranks=2), said(1, 2, 3, key="b", n_ranks=2)]
 
     assert hear(polls, words) == []
-    assert polls.hear([said(2, 0, 1, wrong={0: [1]}, n_ranks=2)], 2) == []  # of former workers
+    assert polls.observe([said(2, 0, 1, wrong={0: [1]}, n_ranks=2)], 2) == []  # of former workers
 
 
 def test_words_come_back_as_they_were_and_are_short():
@@ -313,7 +313,9 @@ def test_two_leaders_that_found_the_same_are_heard_once():
     bad.keeper.told.clear()
     differing = ReplicaDifferenceReporter(bad.me)
     for _ in range(2):
-        differing.tell(bad.keeper.report_difference, bad.leader.roster, both, found.state.epoch)
+        differing.report_new(
+            bad.keeper.report_difference, bad.leader.roster, both, found.state.epoch
+        )
 
     assert bad.keeper.told == [told]
 

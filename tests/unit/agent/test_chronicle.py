@@ -739,5 +739,5 @@ def test_the_end_that_was_asked_for_says_what_became_of_the_last_save(world, how
         world.journal.cancelled("SIGINT", [])
 
     (incident,) = world.incidents()
-    assert incident["evidence"][-1]["text"] == save.words()
+    assert incident["evidence"][-1]["text"] == save.to_text()
     assert world.of("checkpoint.flushed")[0]["directory"] == "/ckpt"

@@ -44,7 +44,7 @@ class Desk:
         self.events += [(item.kind, item.payload, item.severity) for item in news]
 
     def hear(self, *told):
-        self.record.heard(read_events(told))
+        self.record.record_events(read_events(told))
 
     def incidents(self):
         return [payload for kind, payload, _ in self.events if kind == "incident.recorded"]

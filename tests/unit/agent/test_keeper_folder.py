@@ -96,7 +96,7 @@ def test_a_folder_is_private_and_found_again_by_the_next_agent(tmp_path):
     assert again.path == first.path
     assert first.path.stat().st_mode & 0o777 == 0o700
     assert first.path.parent.stat().st_mode & 0o777 == 0o700
-    again.leave(remove=True)
+    again.release(remove=True)
     assert not again.path.exists()
 
 
@@ -105,7 +105,7 @@ def test_two_living_agents_of_one_command_have_one_each(tmp_path):
     first, second = take_folder(parents, "k", UID), take_folder(parents, "k", UID)
     assert first.path != second.path
 
-    first.leave(remove=True)
+    first.release(remove=True)
     second.socket.touch()
     os.close(second.lock)  # killed: its keeper waits there
 
@@ -116,7 +116,7 @@ def test_two_living_agents_of_one_command_have_one_each(tmp_path):
 def test_one_that_is_left_to_its_lease_stays(tmp_path):
     first = take_folder([tmp_path / "r"], "k", UID)
     first.socket.touch()
-    first.leave(remove=False)
+    first.release(remove=False)
 
     assert first.socket.exists()
     assert take_folder([tmp_path / "r"], "k", UID).path == first.path
@@ -133,10 +133,10 @@ def test_what_others_could_have_made_is_not_trusted(tmp_path):
     (inner / "keepers").mkdir(parents=True, mode=0o755)
 
     for parent, why in (
-        (open_one, "others may write"),
+        (open_one, "other users may write"),
         (linked, "not a folder of this user"),
         (taken, "not a folder of this user|File exists"),
-        (inner, "others may look into"),
+        (inner, "other users may read"),
         (tmp_path / "no" / "such", "No such file"),
     ):
         with pytest.raises(FolderError, match=why):
@@ -157,12 +157,12 @@ def test_a_bad_parent_is_passed_over_for_a_good_one(tmp_path):
 def test_folders_without_end_are_not_tried(tmp_path):
     held = [take_folder([tmp_path / "r"], "k", UID) for _ in range(64)]
 
-    with pytest.raises(FolderError, match="64 agents of this very command"):
+    with pytest.raises(FolderError, match="64 agents of this command"):
         take_folder([tmp_path / "r"], "k", UID)
     assert len({folder.path for folder in held}) == 64
     assert all(folder.socket.name == SOCKET_NAME for folder in held)
     for folder in held:
-        folder.leave(remove=True)
+        folder.release(remove=True)
 
 
 def test_what_dead_keepers_leave_goes_after_a_day_and_nothing_else_does(tmp_path):
@@ -170,7 +170,7 @@ def test_what_dead_keepers_leave_goes_after_a_day_and_nothing_else_does(tmp_path
     dead, held, waiting, young = (take_folder(parents, key, UID) for key in "abcd")
     for folder in (dead, waiting, young):
         (folder.path / "keeper.log").touch()
-        folder.leave(remove=False)
+        folder.release(remove=False)
     keeper = os.open(waiting.path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     fcntl.flock(keeper, fcntl.LOCK_EX)
     now_s = time.time()

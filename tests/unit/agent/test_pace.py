@@ -55,10 +55,10 @@ def test_an_older_one_that_was_loaded_counts_until_a_newer_one_is_saved():
 def test_what_the_keeper_says_is_saved_and_loaded_counts():
     pace = StepTracker()
     pace.begin()
-    pace.kept(40, is_new=False)  # of the workers before
+    pace.saved(40, is_new=False)  # of the workers before
     pace.loaded(30)  # the newer one was passed over
     assert (pace.checkpoint_step, pace.base_step) == (40, 30)
-    pace.kept(31, is_new=True)
+    pace.saved(31, is_new=True)
     assert (pace.checkpoint_step, pace.base_step) == (31, 31)
     pace.begin()
     assert pace.base_step == 31

@@ -66,10 +66,10 @@ for step in range(10**9):
 class Job:
     """Two workers under the shim, and a sentry as the agent uses it."""
 
-    def __init__(self, folder, how, eyes=None, timeout_s=3.0):
+    def __init__(self, folder, how, reader=None, timeout_s=3.0):
         (folder / "job.py").write_text(JOB)
         self.processes = [self._start(folder, rank, how) for rank in (0, 1)]
-        self.sentry = HangMonitor(SystemClock(), timeout_s, {"PATH": TOOLS}, eyes=eyes)
+        self.sentry = HangMonitor(SystemClock(), timeout_s, {"PATH": TOOLS}, reader=reader)
         self.workers = [
             Worker(
                 rank=rank,
@@ -160,8 +160,8 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["sleep", "gil"])
 def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp_path, how):
-    eyes = SystemEvidenceReader("", beside=tmp_path)
-    with Job(tmp_path, how, eyes) as job:
+    reader = SystemEvidenceReader("", beside=tmp_path)
+    with Job(tmp_path, how, reader) as job:
         report = job.report()
         evidence = evidence_of(job.sentry, SystemClock(), 5.0)
 
@@ -174,18 +174,18 @@ def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp
 def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
     # It would die of it.
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
-        eyes = SystemEvidenceReader("")
+        reader = SystemEvidenceReader("")
         target = EvidenceTarget(
             rank=0, local_rank=0, pid=sleeper.pid, stacks=tmp_path / "s", dumps=True
         )
-        gathering = EvidenceCollector([target], eyes, {})
-        gathering.start()
-        assert gathering.wait(30)
+        collector = EvidenceCollector([target], reader, {})
+        collector.start()
+        assert collector.wait(30)
         lived = is_alive(sleeper.pid)
         sleeper.kill()
 
     assert lived
-    assert isinstance(gathering.facts[0], RankFacts)
+    assert isinstance(collector.facts[0], RankFacts)
     assert not [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
 
 

@@ -245,7 +245,7 @@ def test_a_machine_without_nvml_is_ready_at_once():
     clock, waiting = SystemClock(), threading.Event()
     memory = open_memory(dict(os.environ), os.getpid(), clock)
     with closing(memory):
-        while not memory.has_looked:
+        while not memory.has_baseline:
             waiting.wait(0.02)
         memory.started()
         memory.begin()

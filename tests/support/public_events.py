@@ -123,7 +123,7 @@ def _of_runs(clock):
         told.extend((item.kind, item.payload) for item in news)
 
     chronicle = RunJournal(emit, clock, run_id="run-1", node="n1", rules=())
-    chronicle.doubted(report("n1"), incident("run-1", 0))
+    chronicle.suspected(report("n1"), incident("run-1", 0))
     chronicle.excluded("sick", 5)
     chronicle.gate_failed(report("n1"), incident("run-1", 0))
     chronicle.fenced("no word from the board")

@@ -70,7 +70,7 @@ class EventJournal:
         self._emit("run.started", payloads.run_started(facts))
 
     @in_turn
-    def doubted(self, report: NodeReport, incident: Incident) -> None:
+    def suspected(self, report: NodeReport, incident: Incident) -> None:
         """Record that *report* speaks against this node, and ends nothing."""
         self._doubt = incident
         payload = {"doubted": report.node, "reason": report.how, "report": report.to_json()}

@@ -1,4 +1,4 @@
-"""What a monitor of running workers is: of hangs, GPU errors, a site's detectors, apart from exits.
+"""The interface of monitors, which watch running workers for anything except their exits.
 
 The agent calls each `Monitor` from its main thread, ten times a second; the leader calls each
 `FleetMonitor` from its control thread. A new one is a class and a line in
@@ -18,7 +18,7 @@ from gpuops.wire.ring import Beat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitoredAttempt:
-    """The generation that is being watched on this node."""
+    """The generation that is monitored on this node."""
 
     generation: int
     node: str
@@ -29,35 +29,35 @@ class MonitoredAttempt:
 class Monitor:
     """Watches one generation after another; each method does nothing unless overridden.
 
-    ``name`` is of its key in the control store; ASCII without spaces or slashes.
+    ``name`` is used in its key in the control store; ASCII without spaces or slashes.
 
-    No method waits, but `evidence`. What one raises is recorded as a failure of ours; neither the
-    other monitors nor the training notice it.
+    No method waits, except `evidence`. An exception is recorded as a failure of gpuops and affects
+    neither the other monitors nor the training.
     """
 
     name = ""
 
     def begin(self, watched: MonitoredAttempt) -> None:
-        """Watch a generation whose workers have just been started; the one before is over."""
+        """Watch a generation whose workers have just been started; the previous one has ended."""
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
         """Take in the heartbeats since the last call, by global rank."""
 
     def poll(self) -> Sequence[Suspicion]:
-        """Return all that is suspected now, in this generation; takes at most 10 ms."""
+        """Return all present suspicions in this generation; takes at most 10 ms."""
         return ()
 
     def evidence(self, deadline_ns: int) -> Sequence[Evidence]:  # noqa: ARG002 an interface
-        """Return evidence on the workers that still live.
+        """Return evidence on the workers that are still alive.
 
         Called once, before they are ended, on every node of a run that makes no progress. All
-        monitors share *deadline_ns* of the host's monotonic clock; past it, what is there is
-        returned at once.
+        monitors share *deadline_ns* of the host's monotonic clock; past it, the evidence collected
+        so far is returned at once.
         """
         return ()
 
     def publish(self) -> Json | None:
-        """Return what the leader is to know of this node, in 4 KiB of JSON; asked every 5 s."""
+        """Return this node's data for the leader, at most 4 KiB of JSON; called every 5 s."""
         return None
 
     def close(self) -> None:
@@ -67,15 +67,15 @@ class Monitor:
 class FleetMonitor(Protocol):
     """Judges on the leader what the monitor of its ``name`` publishes on all nodes; pure.
 
-    It may keep history, which is lost when another agent leads.
+    It may keep history, which is lost when the leader changes.
     """
 
     name: str
 
     def judge(self, published: Mapping[str, Json], now_s: float) -> Sequence[Suspicion]:
-        """Return what is suspected now, by what each node has *published* in this generation.
+        """Return the suspicions that follow from what each node *published* in this generation.
 
-        A suspicion that ends the generation does; one of SUSPECT takes its node out at the next
-        restart; nothing follows from a note.
+        One of level END ends the generation, one of SUSPECT excludes its node at the next restart;
+        a NOTE has no consequence.
         """
         ...

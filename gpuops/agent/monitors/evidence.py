@@ -1,10 +1,10 @@
-"""What can be known of workers that make no progress, gathered while they are still there.
+"""Collects evidence on workers that make no progress, while they are still alive.
 
-All of a node's ranks at once, within a deadline, in a thread of its own: reading about a process
-that hangs can hang. What has been found when the deadline comes is what there is.
+All ranks of a node are sampled at once, within a deadline, in a separate thread: reading the state
+of a process that hangs can hang. At the deadline the evidence collected so far is used.
 
-Stacks come from faulthandler and py-spy, whose output is text of the job's own making: bounded
-here, and made printable where it is shown. Innermost frame first, as both print them.
+Stacks come from faulthandler and py-spy. Their output is controlled by the job: it is bounded here,
+and made printable where it is shown. The innermost frame is first, as both print them.
 """
 
 import json
@@ -28,25 +28,25 @@ THREADS_MAX = 256
 FRAMES_MAX = 100
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.{1,500})", line (\d{1,9}|\?\?\?) in (.{1,500})$')
-# When to look, seconds from the first look. The last two tell a rank that works from one that
-# hangs in the same place; they are left out where the user has said how long is too long.
-LOOKS_S = (0.0, 0.3)
-LONG_LOOKS_S = (0.0, 0.3, 1.0, 2.0)
-# Both answer within 0.2 s on a node with a processor to spare. A rank without a stack is a wrong
-# name in the verdict, so a busy node gets the time that it needs.
+# When to sample, seconds from the first sample. The last two distinguish a rank that works from one
+# that hangs in one place; they are omitted where the user has set the time limit.
+SAMPLES_S = (0.0, 0.3)
+LONG_SAMPLES_S = (0.0, 0.3, 1.0, 2.0)
+# Both answer within 0.2 s on a node with an idle processor. A rank without a stack may cause a
+# wrong diagnosis, so a busy node gets more time.
 DUMP_WAIT_S = 1.0
 SPY_WAIT_S = 2.5
-# For all looks together; what is not there then is decided without.
+# For all samples together; the diagnosis is made without those that are missing then.
 EVIDENCE_S = 8.0
 _DUMP_BYTES_MAX = 2**20
 _SOURCE_BYTES_MAX = 2**20
-# Where torch is told to leave the flight recorder's dump of a rank, newest name first.
+# torch's variables for the path of the flight recorder's dump of a rank, newest name first.
 _RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """Where a function stands: ``line`` 0 where that is not known."""
+    """A position in a function: ``line`` 0 where it is not known."""
 
     file: str
     line: int
@@ -58,7 +58,7 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """One thread's frames. ``owns_gil`` is None where the source does not say."""
+    """One thread's frames. ``owns_gil`` is None where the source does not report it."""
 
     frames: tuple[StackFrame, ...]
     is_main: bool = False
@@ -68,7 +68,7 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """All threads of a process at one moment, and by whom they were read."""
+    """All threads of a process at one moment; ``source`` is the tool that read them."""
 
     threads: tuple[ThreadStack, ...]
     source: str
@@ -107,16 +107,16 @@ def parse_faulthandler(text: str) -> Stacks | None:
 
 
 def parse_pyspy(data: bytes, pid: int) -> Stacks | None:
-    """Return the stacks in what ``py-spy dump --json`` printed of *pid*, None for other text."""
+    """Return the stacks in the output of ``py-spy dump --json`` for *pid*, None if malformed."""
     try:
         found = json.loads(data)
-        threads = tuple(_thread(item, pid) for item in _listed(found)[:THREADS_MAX])
+        threads = tuple(_thread(item, pid) for item in _threads_of(found)[:THREADS_MAX])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return Stacks(threads, "py-spy") if threads else None
 
 
-def _listed(found: object) -> Sequence[Any]:
+def _threads_of(found: object) -> Sequence[Any]:
     if not isinstance(found, list):
         raise TypeError("not a list of threads")
     return found
@@ -135,7 +135,7 @@ def _thread(item: dict[str, Any], pid: int) -> ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceTarget:
-    """One worker to find out about; ``dumps`` says that SIGUSR2 makes it write to ``stacks``."""
+    """One worker to sample; ``dumps``: SIGUSR2 makes it write its stacks to ``stacks``."""
 
     rank: int
     local_rank: int
@@ -146,22 +146,22 @@ class EvidenceTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSample:
-    """One look at a worker; None for what could not be had."""
+    """One sample of a worker; None for what could not be read."""
 
     at_s: float
-    look: ProcessLook | None
+    process: ProcessLook | None
     dumped: Stacks | None = None
     spied: Stacks | None = None
 
     @property
     def stacks(self) -> Stacks | None:
-        """Return the stacks, of py-spy where there are any: it tells of the interpreter lock."""
+        """Return the stacks, preferably of py-spy: it reports the interpreter lock."""
         return self.spied or self.dumped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """All looks at one worker, oldest first; ``source_line`` is where its main thread stands."""
+    """All samples of one worker, oldest first; ``source_line`` is that of its main thread."""
 
     target: EvidenceTarget
     samples: tuple[WorkerSample, ...] = ()
@@ -170,20 +170,20 @@ class RankFacts:
 
 
 class SystemEvidenceReader:
-    """How the workers of this machine can be seen; py-spy is looked for as `find_pyspy` says."""
+    """Reads the state of workers on this host; `find_pyspy` finds py-spy."""
 
     def __init__(self, search_path: str | None, beside: Path | None = None) -> None:
         self._pyspy = find_pyspy(search_path, beside)
 
-    def look(self, pid: int) -> ProcessLook | None:
-        """Return what the system says of *pid*, None where it is gone."""
+    def inspect(self, pid: int) -> ProcessLook | None:
+        """Return the state of process *pid*, None where it is gone."""
         return look_at(pid)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
         """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
-        # The size is taken before asking: a worker may have answered when the signal is sent.
+        # The size is read before the signal is sent: a worker may answer at once.
         sizes_before = [(t, t.stacks, _size(t.stacks)) for t in targets if t.stacks]
-        begun = {t.rank: (path, before) for t, path, before in sizes_before if _ask(t)}
+        begun = {t.rank: (path, before) for t, path, before in sizes_before if _request_dump(t)}
         found: dict[int, Stacks] = {}
         sizes: dict[int, int] = {}
         end_s = time.monotonic() + wait_s
@@ -191,7 +191,7 @@ class SystemEvidenceReader:
             time.sleep(0.02)
             for rank, (path, before) in begun.items():
                 size = _size(path)
-                # Complete once it grows no more; what is read too early is only shorter.
+                # Complete once it stops growing; a stack that is read too early is only shorter.
                 if rank not in found and size > before and size == sizes.get(rank):
                     stacks = parse_faulthandler(_read(path, before))
                     found |= {rank: stacks} if stacks is not None else {}
@@ -203,8 +203,8 @@ class SystemEvidenceReader:
         if self._pyspy is None:
             return {}
         pids = {target.rank: target.pid for target in targets}
-        said = dump(self._pyspy, pids, wait_s)
-        read = {rank: parse_pyspy(data, pids[rank]) for rank, data in said.items()}
+        outputs = dump(self._pyspy, pids, wait_s)
+        read = {rank: parse_pyspy(data, pids[rank]) for rank, data in outputs.items()}
         return {rank: stacks for rank, stacks in read.items() if stacks is not None}
 
     def source_line(self, path: str, line: int) -> str | None:
@@ -216,66 +216,72 @@ class SystemEvidenceReader:
             return None
         return lines[line - 1].strip() if 0 < line <= len(lines) else None
 
-    def is_there(self, path: str) -> bool:
-        """Say whether there is a file."""
+    def exists(self, path: str) -> bool:
+        """Return whether *path* is a file."""
         return Path(path).is_file()
 
 
 @dataclass(slots=True)
 class EvidenceCollector:
-    """The facts on one node's workers, as they come in; `start` returns at once."""
+    """Collects the facts on one node's workers in a thread; `start` returns at once."""
 
     targets: Sequence[EvidenceTarget]
-    eyes: SystemEvidenceReader
+    reader: SystemEvidenceReader
     env: Mapping[str, str]
-    looks_s: Sequence[float] = LOOKS_S
+    samples_s: Sequence[float] = SAMPLES_S
     clock_s: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     _facts: dict[int, RankFacts] = field(default_factory=dict)
     _done: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Begin; whatever goes wrong is the end of it, and of nothing else."""
+        """Begin; an error ends the collection, and nothing else."""
         self._facts = {target.rank: RankFacts(target=target) for target in self.targets}
         threading.Thread(target=self._run, name="gpuops-evidence", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether everything is there, at most *timeout_s* later."""
+        """Return whether the collection is complete, at most *timeout_s* later."""
         return self._done.wait(timeout_s)
 
     @property
     def is_done(self) -> bool:
-        """Say whether everything is there."""
+        """Return whether the collection is complete."""
         return self._done.is_set()
 
     @property
     def facts(self) -> dict[int, RankFacts]:
-        """Return what is known so far, by rank."""
+        """Return the facts so far, by rank."""
         return dict(self._facts)
 
     def _run(self) -> None:
         try:
             begun_s = self.clock_s()
-            for number, at_s in enumerate(self.looks_s):
+            for number, at_s in enumerate(self.samples_s):
                 self.pause(max(0.0, begun_s + at_s - self.clock_s()))
-                self._sample(is_last=number == len(self.looks_s) - 1)
+                self._sample(is_last=number == len(self.samples_s) - 1)
             self._complete()
-        except Exception:  # boundary: less evidence, said by the verdicts
-            log.exception("gathering evidence failed")
+        except Exception:  # boundary: the diagnoses report missing evidence
+            log.exception("collecting evidence failed")
         finally:
             self._done.set()
 
     def _sample(self, *, is_last: bool) -> None:
-        looks = {target.rank: self.eyes.look(target.pid) for target in self.targets}
+        processes = {target.rank: self.reader.inspect(target.pid) for target in self.targets}
         for target in self.targets:
-            self._add(target.rank, WorkerSample(at_s=self.clock_s(), look=looks[target.rank]))
-        # Who is stopped or inside the kernel would not answer, and may hold up who reads it.
-        awake = [t for t in self.targets if (look := looks[t.rank]) and look.state in "RSI"]
-        spied = self.eyes.spy(awake, SPY_WAIT_S)
-        # A signal may wake what slept in a system call: where py-spy reads, it is the last thing.
+            process = processes[target.rank]
+            self._add(target.rank, WorkerSample(at_s=self.clock_s(), process=process))
+        # A process that is stopped or inside the kernel does not answer, and may block its reader.
+        awake = [t for t in self.targets if (p := processes[t.rank]) and p.state in "RSI"]
+        spied = self.reader.spy(awake, SPY_WAIT_S)
+        # A signal may interrupt a system call: where py-spy works, it is sent at the end only.
         unseen = [t for t in awake if is_last or t.rank not in spied]
-        dumped = self.eyes.dump(
-            [t for t in unseen if t.dumps and signal.SIGUSR2 in _caught(looks[t.rank])], DUMP_WAIT_S
+        dumped = self.reader.dump(
+            [
+                t
+                for t in unseen
+                if t.dumps and signal.SIGUSR2 in _handled_signals(processes[t.rank])
+            ],
+            DUMP_WAIT_S,
         )
         for target in self.targets:
             facts = self._facts[target.rank]
@@ -290,15 +296,15 @@ class EvidenceCollector:
         self._facts[rank] = replace(facts, samples=(*facts.samples, sample))
 
     def _complete(self) -> None:
-        """Look at files, last: the file system may be what hangs."""
+        """Read files, last: the file system may be what hangs."""
         for rank, facts in list(self._facts.items()):
             path = self._recorder_path(rank)
-            if path is not None and self.eyes.is_there(path):
+            if path is not None and self.reader.exists(path):
                 facts = replace(facts, recorder_path=path)  # noqa: PLW2901 the same, completed
             stacks = facts.samples[-1].stacks if facts.samples else None
             main = stacks.main if stacks else None
             if main is not None and main.frames:
-                line = self.eyes.source_line(main.frames[0].file, main.frames[0].line)
+                line = self.reader.source_line(main.frames[0].file, main.frames[0].line)
                 facts = replace(facts, source_line=line)  # noqa: PLW2901 the same, completed
             self._facts[rank] = facts
 
@@ -308,18 +314,18 @@ class EvidenceCollector:
         return None if prefix is None else f"{prefix}{rank}"
 
 
-def _caught(look: ProcessLook | None) -> frozenset[int]:
-    return look.caught if look is not None else frozenset()
+def _handled_signals(process: ProcessLook | None) -> frozenset[int]:
+    return process.caught if process is not None else frozenset()
 
 
-def _ask(target: EvidenceTarget) -> bool:
-    """Send SIGUSR2 to *target* if it is a running child of ours; return whether it was."""
+def _request_dump(target: EvidenceTarget) -> bool:
+    """Send SIGUSR2 to *target* if it is a running child of this agent; return whether it is."""
     try:
         fd = os.pidfd_open(target.pid)
     except OSError:
         return False
     try:
-        # None: it runs. After the descriptor was opened, so it is no later process of that number.
+        # None: it runs. The descriptor was opened before, so the number has not been reused.
         if os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False
         signal.pidfd_send_signal(fd, signal.SIGUSR2)

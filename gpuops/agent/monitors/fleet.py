@@ -1,7 +1,7 @@
-"""What the leader does with what monitors publish on all nodes: each `FleetMonitor` judges it.
+"""Judging on the leader what the monitors of all nodes publish, with each `FleetMonitor`.
 
-The first suspicion against a node that ends nothing goes into the control record, which outlives
-this agent: the leader of the next restart leaves that node out (`gpuops.incident.suspicion`).
+The first suspicion of a node that does not end the generation goes into the control record, which
+outlives this agent: the next restart excludes that node (`gpuops.incident.suspicion`).
 """
 
 import logging
@@ -30,25 +30,25 @@ JUDGE_S = 5.0
 
 
 class SuspectReporter:
-    """Reports the first suspicion against a node in a run; later ones are only logged."""
+    """Reports the first suspicion of a node in a run; later ones are only logged."""
 
     def __init__(
-        self, control: ControlClient, clock: Clock, session: RunSession, say: Callable[[str], None]
+        self, control: ControlClient, clock: Clock, session: RunSession, warn: Callable[[str], None]
     ) -> None:
         self._control = control
         self._clock = clock
         self._session = session
-        self._say = say
-        self._again_ns = 0
+        self._warn = warn
+        self._retry_ns = 0
 
     def report_new(self, suspicions: Iterable[Suspicion]) -> None:
-        """Write a suspicion against a node that is not suspected yet into the control record."""
+        """Write a suspicion of a node that is not suspected yet into the control record."""
         record, now_ns = self._control.record, self._clock.mono_ns()
         suspects = (s for s in suspicions if s.level is SuspicionLevel.SUSPECT)
         suspect = next(
             (s for s in suspects if s.node is not None and s.node not in record.suspected), None
         )
-        if suspect is None or now_ns < self._again_ns:
+        if suspect is None or now_ns < self._retry_ns:
             return
         report = suspect_report(suspect, record.generation)
 
@@ -61,25 +61,27 @@ class SuspectReporter:
             is_written = self._control.update_record(change)
         except ControlStoreError as exc:
             log.debug("the suspicion is not in the control record yet: %s", exc)
-            self._again_ns = now_ns + round(RETRY_S * NS_PER_S)
+            self._retry_ns = now_ns + round(RETRY_S * NS_PER_S)
             return
         if is_written:
             self._record(report)
 
     def _record(self, report: NodeReport) -> None:
         session, journal = self._session, self._session.journal
-        follows = "a restart does without it, if it can be spared"
-        self._say(f"{report.node} is suspected: {report.how}; {follows}")
+        self._warn(
+            f"{report.node} is suspected: {report.how}; the next restart excludes it, if enough"
+            " nodes remain"
+        )
         run_id, now_us = session.identity.run_id, self._clock.now_us()
         incident = suspect_incident(report, run_id=run_id, now_us=now_us)
-        session.safely("recording a suspicion", lambda: journal.doubted(report, incident))
+        session.safely("recording a suspicion", lambda: journal.suspected(report, incident))
 
 
 class FleetJudge(LeaderExtension):
-    """A leader's extension: what *monitors* suspect, it writes down or ends the generation for.
+    """A leader's extension: it records the suspicions of *monitors*, or ends the generation.
 
-    Called in the leader's control thread. What a monitor raises goes to *safely* and stops neither
-    the others nor the leader.
+    Called in the leader's control thread. An exception of a monitor goes to *safely* and affects
+    neither the others nor the leader.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class FleetJudge(LeaderExtension):
         """Judge what is published in the generation of *roster*, every `JUDGE_S`.
 
         Raises:
-            ControlStoreError: It cannot be read, or what follows cannot be written.
+            ControlStoreError: The store cannot be read, or the result cannot be written.
         """
         now_ns = self._clock.mono_ns()
         if not self._monitors or record.phase is not RunPhase.RUN or now_ns < self._next_ns:

@@ -1,14 +1,14 @@
-"""Watches the job's GPUs while its workers run: an Xid that ends the job is known in a second.
+"""Watches the job's GPUs while its workers run: a fatal Xid is detected within a second.
 
-A worker whose GPU fell off the bus often hangs instead of failing, and its peers wait for it. What
-the hardware or the driver does ends the generation here; what applications cause is kept, and says
-what a worker's failure was that follows it. See `gpuops.agent.monitors.gpu_events`.
+A worker whose GPU fell off the bus often hangs instead of failing, and its peers wait for it. An
+error of the hardware or the driver ends the generation; one that applications cause is recorded,
+and explains a worker's failure that follows it. See `gpuops.agent.monitors.gpu_events`.
 
 CUDA shows a process the GPUs of ``CUDA_VISIBLE_DEVICES`` in that order, and frameworks give local
-rank N the N-th of them. Its numbers count what the process may open, as NVML does: inside a cgroup
-that hides GPUs both begin at 0, so they are one numbering (CUDA C++ Programming Guide, "CUDA
-Environment Variables"; on a node of one model ``CUDA_DEVICE_ORDER`` changes nothing). Slurm's own
-numbers count the whole node; they are used only where nothing else is known.
+rank N the N-th of them. Its indices count the devices that the process may open, as NVML's do:
+inside a cgroup that hides GPUs both begin at 0, so they agree (CUDA C++ Programming Guide, "CUDA
+Environment Variables"; on a node of one model ``CUDA_DEVICE_ORDER`` changes nothing). Slurm's
+indices count all GPUs of the node; they are used only where nothing else is known.
 """
 
 import logging
@@ -39,10 +39,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 _UUID = "gpu-"
 _NUMBERS_MAX = 1024
-LINES_A_LOOK = 100  # of each source: a millisecond of work
-WAITING_MAX = 1000
-# So long may NVML take to say which GPUs this process has (a cold driver takes 10 to 20 s); until
-# then it cannot be told whether a line of the kernel's log is about one of them.
+LINES_PER_POLL = 100  # of each source: a millisecond of work
+PENDING_MAX = 1000
+# NVML's time to list the GPUs of this process (a cold driver takes 10 to 20 s); until then it is
+# not known whether a line of the kernel log is about one of them.
 NVML_S = 30.0
 CLOSE_S = 0.5
 
@@ -52,9 +52,9 @@ def job_gpus(
 ) -> tuple[GpuName, ...]:
     """Return those of *gpus* that the job has, in its order.
 
-    *gpus* are all that NVML tells this process of; with *whole_node* all of the machine, which
-    Slurm's numbers count. All of them are returned where the environment names none, or in a way
-    that is not understood, as parts of GPUs (MIG) are: rather one too many is watched.
+    *gpus* are all that NVML lists for this process; with *whole_node* all of the node, which
+    Slurm's indices count. All are returned where the environment names none, or in an unknown
+    format, such as parts of GPUs (MIG): a superset is monitored.
     """
     if whole_node and (numbered := _of_slurm(env, gpus)):
         return numbered
@@ -66,7 +66,7 @@ def job_gpus(
 
 
 def _of_slurm(env: Mapping[str, str], gpus: Sequence[GpuName]) -> tuple[GpuName, ...]:
-    """Return the GPUs with Slurm's numbers; none where the cgroup has chosen among them already."""
+    """Return the GPUs with Slurm's indices; none where the cgroup hides some GPUs already."""
     for name in _OF_SLURM:
         numbers = _numbers(env.get(name, ""))
         if numbers:
@@ -78,7 +78,7 @@ def _of_slurm(env: Mapping[str, str], gpus: Sequence[GpuName]) -> tuple[GpuName,
 def rank_gpus(
     env: Mapping[str, str], local_ranks: Iterable[int], gpus: Sequence[GpuName]
 ) -> dict[int, str]:
-    """Return the GPU's UUID for each of *local_ranks* that has one, as far as that can be told."""
+    """Return the GPU's UUID for each of *local_ranks* that has one, as far as it is known."""
     mine = job_gpus(env, gpus)
     return {
         rank: uuid
@@ -88,9 +88,9 @@ def rank_gpus(
 
 
 def _named(text: str, gpus: Sequence[GpuName]) -> tuple[GpuName, ...] | None:
-    """Return the GPUs that *text* names; None where it is not understood.
+    """Return the GPUs that *text* names; None where its format is unknown.
 
-    As CUDA does, what follows the first word that names no GPU is left out.
+    As in CUDA, everything after the first word that names no GPU is ignored.
     """
     words = [word.strip().lower() for word in text.split(",")]
     if words == [""]:
@@ -112,13 +112,13 @@ def _one(word: str, gpus: Sequence[GpuName]) -> GpuName | None:
         return gpus[number] if number < len(gpus) else None
     if not word.startswith(_UUID):
         return None
-    # CUDA takes the beginning of a UUID where it is the only one.
+    # CUDA accepts a unique prefix of a UUID.
     matching = [gpu for gpu in gpus if (gpu.uuid or "").lower().startswith(word)]
     return matching[0] if len(matching) == 1 else None
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers in ``0,2-3``; none where there is anything else in it."""
+    """Return the numbers in ``0,2-3``; none for malformed text."""
     found: list[int] = []
     for word in text.split(",") if text.isascii() else ():
         first, dash, last = word.strip().partition("-")
@@ -133,7 +133,7 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMonitorContext:
-    """Where the monitor stands. *env* is the agent's: it names the job's GPUs."""
+    """The host of the monitor. *env* is the agent's: it names the job's GPUs."""
 
     node: str
     env: Mapping[str, str]
@@ -141,21 +141,21 @@ class GpuMonitorContext:
     site_dir: Path | None = None
 
 
-def open_gpu_monitor(place: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
-    """Return a monitor that listens to NVML and the kernel's log; starts two small processes."""
+def open_gpu_monitor(context: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
+    """Return a monitor of NVML events and the kernel log; starts two small processes."""
     children = {
         source: WatchingChild(
             f"xid-{source.value}",
-            module_command("gpuops.host.xid_watch", source.value, str(place.root.absolute())),
-            place.env,
+            module_command("gpuops.host.xid_watch", source.value, str(context.root.absolute())),
+            context.env,
         )
         for source in XidSource
     }
-    return GpuMonitor(place, xid_catalogue(place.site_dir), clock, children)
+    return GpuMonitor(context, xid_catalogue(context.site_dir), clock, children)
 
 
 def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
-    """Return what Xids mean, by code; without the site's own list where that cannot be read."""
+    """Return the catalogue of Xids, by code; without the site's where that cannot be read."""
     for folder in (site_dir, None):
         try:
             return load_xids(check_folders(folder, uid=current_uid()).xid)
@@ -165,18 +165,18 @@ def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
 
 
 class GpuMonitor(Monitor):
-    """Inert where there is neither NVML nor a GPU. *sources* are let go of by `close`."""
+    """Inert where there is neither NVML nor a GPU. `close` ends the *sources*."""
 
     name = "gpu"
 
     def __init__(
         self,
-        place: GpuMonitorContext,
+        context: GpuMonitorContext,
         catalogue: Mapping[int, XidKind],
         clock: Clock,
         sources: Mapping[XidSource, WatchingChild],
     ) -> None:
-        self._place = place
+        self._context = context
         self._catalogue = catalogue
         self._clock = clock
         self._sources = dict(sources)
@@ -184,15 +184,15 @@ class GpuMonitor(Monitor):
         self._gpus: dict[XidSource, tuple[GpuName, ...]] = {}
         self._mine: tuple[GpuName, ...] | None = None
         self._own: dict[str, str | None] | None = None  # UUIDs by PCI address
-        self._waiting: list[XidEvent] = []
+        self._pending: list[XidEvent] = []
         self._opened_ns = clock.mono_ns()
         self._begun_ns = self._opened_ns
         self._watched: MonitoredAttempt | None = None
-        self._signs = GpuEvents()
+        self._events = GpuEvents()
 
     @property
     def gpus(self) -> tuple[GpuName, ...]:
-        """Return the job's GPUs in CUDA's order, as far as they are known by now."""
+        """Return the job's GPUs in CUDA's order, () while they are not known."""
         return (self._mine or ()) if self._knows_its_gpus() else ()
 
     @property
@@ -204,40 +204,40 @@ class GpuMonitor(Monitor):
 
     def rank_gpus(self, local_ranks: Iterable[int]) -> dict[int, str]:
         """Return the UUID of the GPU of each of *local_ranks*, as far as it is known by now."""
-        told = self._gpus.get(XidSource.NVML)
-        return {} if told is None else rank_gpus(self._place.env, local_ranks, told)
+        listed = self._gpus.get(XidSource.NVML)
+        return {} if listed is None else rank_gpus(self._context.env, local_ranks, listed)
 
     def begin(self, watched: MonitoredAttempt) -> None:
-        """Watch a generation; what comes from before it is no longer its own."""
+        """Watch a generation; earlier events are discarded."""
         self._drain()
         self._watched = watched
-        self._signs = GpuEvents()
+        self._events = GpuEvents()
         self._begun_ns = self._clock.mono_ns()
 
     def poll(self) -> list[Suspicion]:
-        """Return this generation's signs that explain a failure, the gravest first; never waits.
+        """Return this generation's events that explain a failure, the most severe first.
 
-        See `gpuops.agent.monitors.gpu_events` for which end the generation. What came first of a
-        GPU is its fault; what else would end the generation follows from that.
+        See `gpuops.agent.monitors.gpu_events` for which end the generation. The first such event of
+        a GPU is its fault; later ones follow from it.
         """
         self._drain()
         if self._watched is None:
             return []
         found: dict[tuple[Entity, int], GpuEvent] = {}
-        for number, sign in enumerate(self._signs.all()):
-            found.setdefault((sign.gpu, -1 if sign.fault.ends else number), sign)
-        suspicions = (sign.to_suspicion(self._watched.node) for sign in found.values())
+        for number, event in enumerate(self._events.all()):
+            found.setdefault((event.gpu, -1 if event.fault.ends else number), event)
+        suspicions = (event.to_suspicion(self._watched.node) for event in found.values())
         return [suspicion for suspicion in suspicions if suspicion is not None]
 
     def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
-        """Return what was seen of the job's GPUs in this generation."""
+        """Return the events of the job's GPUs in this generation."""
         self._drain()
-        return tuple(sign.to_evidence() for sign in self._signs.all())
+        return tuple(event.to_evidence() for event in self._events.all())
 
     def job_xids(self, since_ns: int | None) -> JobXidFilter | None:
-        """Return which Xids of the kernel's log are the job's; None: its GPUs are not known.
+        """Return a filter for Xids of the job in the kernel log; None: its GPUs are not known.
 
-        Those of this generation that were last seen before *since_ns* are old.
+        Those of this generation that last occurred before *since_ns* are stale.
         """
         self._drain()
         self._knows_its_gpus()
@@ -245,15 +245,15 @@ class GpuMonitor(Monitor):
             return None
         from_ns = self._begun_ns if since_ns is None else since_ns
         last: dict[tuple[str, int], int] = {}
-        for sign in self._signs.all():
-            if sign.address is not None:
-                key = sign.address, sign.code
-                last[key] = max(last.get(key, 0), sign.last_ns)
-        old = frozenset(key for key, last_ns in last.items() if last_ns < from_ns)
-        return JobXidFilter(addresses=frozenset(self._own), stale=old)
+        for event in self._events.all():
+            if event.address is not None:
+                key = event.address, event.code
+                last[key] = max(last.get(key, 0), event.last_ns)
+        stale = frozenset(key for key, last_ns in last.items() if last_ns < from_ns)
+        return JobXidFilter(addresses=frozenset(self._own), stale=stale)
 
     def own_uuids(self) -> frozenset[str] | None:
-        """Return the UUIDs of all GPUs that are the job's, also of lost ones; None: not known."""
+        """Return the UUIDs of all GPUs of the job, lost ones included; None: not known."""
         self._drain()
         self._knows_its_gpus()
         uuids = None if self._own is None else set(self._own.values())
@@ -267,58 +267,57 @@ class GpuMonitor(Monitor):
             lines.close(CLOSE_S)
 
     def _drain(self) -> None:
-        """Take what came, and keep what is about this generation."""
+        """Read the sources, and keep the events of this generation."""
         for source, lines in self._sources.items():
-            for line in lines.take(LINES_A_LOOK):
-                self._hear(source, line)
-        if self._waiting and self._knows_its_gpus():
-            events, self._waiting = self._waiting, []
+            for line in lines.take(LINES_PER_POLL):
+                self._handle_line(source, line)
+        if self._pending and self._knows_its_gpus():
+            events, self._pending = self._pending, []
             for event in events:
-                self._keep(event)
+                self._add(event)
 
-    def _hear(self, source: XidSource, line: bytes) -> None:
-        told = parse_message(line)
-        if told is None:
-            log.debug("%s: not a line of ours: %r", source.value, line[:200])
-        elif told.gpus is not None:
-            self._gpus[source] = told.gpus
+    def _handle_line(self, source: XidSource, line: bytes) -> None:
+        message = parse_message(line)
+        if message is None:
+            log.debug("%s: malformed line: %r", source.value, line[:200])
+        elif message.gpus is not None:
+            self._gpus[source] = message.gpus
             self._mine = None
-        elif told.xid is not None:
-            if len(self._waiting) < WAITING_MAX:
-                self._waiting.append(told.xid)
-        elif told.over is not None:
-            log.debug("no Xids from %s: %s", source.value, told.text)
-            if told.over is not XidSourceEnded.ERROR:
+        elif message.xid is not None:
+            if len(self._pending) < PENDING_MAX:
+                self._pending.append(message.xid)
+        elif message.over is not None:
+            log.debug("no Xids from %s: %s", source.value, message.text)
+            if message.over is not XidSourceEnded.ERROR:
                 self._over.add(source)
 
     def _knows_its_gpus(self) -> bool:
         if self._mine is not None:
             return True
-        told, env = self._gpus, self._place.env
+        nvml, kernel = self._gpus.get(XidSource.NVML), self._gpus.get(XidSource.KERNEL)
         late = self._clock.mono_ns() - self._opened_ns >= NVML_S * 1e9
-        if XidSource.NVML in told:
-            self._mine = job_gpus(env, told[XidSource.NVML])
-            self._remember(told[XidSource.NVML], self._mine)
-        elif XidSource.KERNEL in told and (late or XidSource.NVML in self._over):
-            self._mine = job_gpus(env, told[XidSource.KERNEL], whole_node=True)
-            self._remember(told[XidSource.KERNEL], self._mine)
+        if nvml is not None:
+            self._mine = job_gpus(self._context.env, nvml)
+            self._update_own(nvml, self._mine)
+        elif kernel is not None and (late or XidSource.NVML in self._over):
+            self._mine = job_gpus(self._context.env, kernel, whole_node=True)
+            self._update_own(kernel, self._mine)
         return self._mine is not None
 
-    def _remember(self, listed: Sequence[GpuName], mine: Sequence[GpuName]) -> None:
-        """Keep which GPUs are the job's, also one that a later listing has not got.
+    def _update_own(self, listed: Sequence[GpuName], mine: Sequence[GpuName]) -> None:
+        """Record which GPUs are the job's, and keep those that are missing in a later list.
 
-        NVML leaves out a GPU that is lost, and numbers then name others: such a list says nothing.
+        NVML omits a GPU that is lost, which shifts the indices: such a list is ignored.
         """
-        if listed and all(gpu.index == place for place, gpu in enumerate(listed)):
+        if listed and all(gpu.index == index for index, gpu in enumerate(listed)):
             self._own = {**(self._own or {}), **{gpu.address: gpu.uuid for gpu in mine}}
 
-    def _keep(self, event: XidEvent) -> None:
-        """Add *event* to the signs, where it is about the job's GPUs in this generation."""
+    def _add(self, event: XidEvent) -> None:
+        """Record *event* if it is about the job's GPUs in this generation."""
         gpu = next((gpu for gpu in self.gpus if _is_of(event, gpu)), None)
         if gpu is None or self._watched is None or event.mono_ns < self._begun_ns:
             return
-        fault = judge_xid(event, self._catalogue)
-        self._signs.add(event, fault, gpu)
+        self._events.add(event, judge_xid(event, self._catalogue), gpu)
 
 
 def _is_of(event: XidEvent, gpu: GpuName) -> bool:

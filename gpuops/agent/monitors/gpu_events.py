@@ -1,21 +1,21 @@
-"""What an Xid means for a run, and which GPU errors a generation has seen.
+"""What an Xid means for a run, and the GPU errors of a generation.
 
 ================================  =====================================================
 the catalogue, or the driver      the run
 ================================  =====================================================
 ``hardware``                      ends this generation; the node is to blame
   ... the line says Nonfatal      evidence
-  ... ``IGNORE``, ``RESTART_APP``  ends this generation; a restart on the same node may do
+  ... ``IGNORE``, ``RESTART_APP``  ends this generation; the node may be used again
 ``recovery`` (154), wants action  ends this generation; the node is to blame
   ... a drain                     evidence; blames the node for a failure that follows
 ``mixed``, a code not listed      evidence; names the class of a failure that follows
 ``application``                   evidence; names the class of a failure that follows
 ``informational``, 154 with None  evidence
-a GPU that NVML calls lost        ends this generation; the node is to blame
+a GPU that NVML reports lost      ends this generation; the node is to blame
 ================================  =====================================================
 
-What only the kernel's line tells (is it fatal, what does the driver want) cannot be taken from
-NVML's event: such a code alone ends nothing.
+Only the kernel's line has the severity and the driver's recovery action; NVML's event lacks them,
+so that such a code alone does not end a generation.
 """
 
 from collections.abc import Mapping
@@ -41,21 +41,21 @@ from gpuops.model import (
 
 _MILD_ACTIONS = frozenset({"IGNORE", "RESTART_APP"})
 _NOTHING_WANTED = "None"
-SIGNS_MAX = 256
+EVENTS_MAX = 256
 LINE_CHARS_MAX = 300
-_SAID_BY = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
+_SOURCE_NAMES = {XidSource.NVML: "NVML", XidSource.KERNEL: "the kernel's log"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFault:
-    """What one Xid is to a run.
+    """What one Xid means for a run.
 
-    ``ends``: the generation is over, whether its workers know it yet or not. ``suggests``: the
-    class of a failure of its worker that follows, None where it explains none; ``blames_node``
-    speaks of such a failure too.
+    ``ends``: it ends the generation, whether its workers have noticed it or not. ``suggests``: the
+    class of a worker's failure that follows, None where it explains none; ``blames_node`` applies
+    to such a failure too.
     """
 
-    words: str
+    text: str
     ends: bool = False
     blames_node: bool = False
     suggests: FailureClass | None = None
@@ -63,37 +63,37 @@ class GpuFault:
 
 
 def judge_xid(event: XidEvent, catalogue: Mapping[int, XidKind]) -> GpuFault:
-    """Return what *event* is to a run."""
+    """Return what *event* means for a run."""
     if event.code == LOST:
         return GpuFault(
-            words="the driver calls the GPU lost",
+            text="the driver reports the GPU lost",
             ends=True,
             blames_node=True,
             suggests=FailureClass.GPU_FELL_OFF_BUS,
             side=Side.INFRA,
         )
     kind = catalogue.get(event.code) or XidKind.unknown(event.code)
-    words = f"Xid {kind.code} ({kind.name})"
+    text = f"Xid {kind.code} ({kind.name})"
     match kind.xid_class:
         case XidClass.HARDWARE:
-            return _hardware(event, kind, words)
+            return _hardware(event, kind, text)
         case XidClass.RECOVERY:
-            return _recovery(event, kind, words)
+            return _recovery(event, kind, text)
         case XidClass.MIXED:
-            return GpuFault(words=words, suggests=kind.failure_class)
+            return GpuFault(text=text, suggests=kind.failure_class)
         case XidClass.APPLICATION:
-            return GpuFault(words=words, suggests=kind.failure_class, side=Side.USER)
+            return GpuFault(text=text, suggests=kind.failure_class, side=Side.USER)
         case XidClass.INFORMATIONAL:
-            return GpuFault(words=words)
+            return GpuFault(text=text)
 
 
-def _hardware(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
-    untold = event.code in NVLINK5 and event.source is XidSource.NVML
+def _hardware(event: XidEvent, kind: XidKind, text: str) -> GpuFault:
+    lacks_severity = event.code in NVLINK5 and event.source is XidSource.NVML
     fails = kind.xid_class.verdict(fatal=event.fatal) is Status.FAIL
-    if untold or not fails:
-        return GpuFault(words=words, suggests=kind.failure_class, side=Side.INFRA)
+    if lacks_severity or not fails:
+        return GpuFault(text=text, suggests=kind.failure_class, side=Side.INFRA)
     return GpuFault(
-        words=words,
+        text=text,
         ends=True,
         blames_node=kind.action not in _MILD_ACTIONS,
         suggests=kind.failure_class,
@@ -101,12 +101,12 @@ def _hardware(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
     )
 
 
-def _recovery(event: XidEvent, kind: XidKind, words: str) -> GpuFault:
+def _recovery(event: XidEvent, kind: XidKind, text: str) -> GpuFault:
     if event.recovery is None or event.recovery == _NOTHING_WANTED:
-        return GpuFault(words=words)
+        return GpuFault(text=text)
     return GpuFault(
-        words=f"the driver wants: {event.recovery} ({words})",
-        # What is to be drained first works on: the driver lets the job finish.
+        text=f"the driver wants: {event.recovery} ({text})",
+        # A GPU to drain still works: the driver lets the job finish.
         ends="drain" not in event.recovery.lower(),
         blames_node=True,
         suggests=kind.failure_class or FailureClass.GPU_DRIVER,
@@ -131,7 +131,7 @@ class GpuEvent:
 
     @property
     def failure_class(self) -> FailureClass | None:
-        """Return the class of a failure of this GPU's worker that follows."""
+        """Return the class of a failure of this GPU's worker that may follow."""
         return self.fault.suggests
 
     @property
@@ -143,23 +143,23 @@ class GpuEvent:
         return self.fault.blames_node
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return ``"Xid 79 (GPU has fallen off the bus) on GPU 3 (GPU-…), seen by NVML"``."""
         number = "a GPU" if self.index is None else f"GPU {self.index}"
         times = f", {self.count} times" if self.count > 1 else ""
-        by = " and ".join(_SAID_BY[source] for source in XidSource if source in self.sources)
-        return f"{self.fault.words} on {number} ({self.gpu.id}){times}, seen by {by}"
+        by = " and ".join(_SOURCE_NAMES[source] for source in XidSource if source in self.sources)
+        return f"{self.fault.text} on {number} ({self.gpu.id}){times}, seen by {by}"
 
     def to_evidence(self) -> Evidence:
         return Evidence(
             role=Role.ROOT if self.fault.ends else Role.SYMPTOM,
-            text=self.words,
+            text=self.text,
             entity=self.gpu,
             lines=(self.line,) if self.line else (),
         )
 
     def to_suspicion(self, node: str) -> Suspicion | None:
-        """Return it as a suspicion on *node*, None where it explains no failure."""
+        """Return it as a suspicion of *node*, None where it explains no failure."""
         if self.failure_class is None and not (self.fault.ends or self.blames_node):
             return None
         mild = SuspicionLevel.SUSPECT if self.blames_node else SuspicionLevel.NOTE
@@ -169,7 +169,7 @@ class GpuEvent:
             confidence=Confidence.CONFIRMED,
             level=SuspicionLevel.END if self.fault.ends else mild,
             source="gpu",
-            why=self.words,
+            why=self.text,
             node=node if self.blames_node else None,
             side=self.side,
             kind=ReportKind.GPU_FAULT,
@@ -179,16 +179,16 @@ class GpuEvent:
 
 
 class GpuEvents:
-    """The signs of one generation, in bounded memory."""
+    """The GPU events of one generation, in bounded memory."""
 
     def __init__(self) -> None:
-        self._signs: dict[tuple[Entity, int, str], GpuEvent] = {}
+        self._events: dict[tuple[Entity, int, str], GpuEvent] = {}
 
     def add(self, event: XidEvent, fault: GpuFault, gpu: GpuName | None) -> GpuEvent:
-        """Return the sign that *event* is, or is one more of."""
+        """Add *event*; return the new, or updated, entry."""
         entity = entity_of(event, gpu)
         key = entity, event.code, event.recovery or ""
-        known = self._signs.get(key)
+        known = self._events.get(key)
         if known is None:
             known = GpuEvent(
                 gpu=entity,
@@ -203,29 +203,28 @@ class GpuEvents:
                 line=printable(event.line)[:LINE_CHARS_MAX],
             )
         else:
-            known = _joined(known, event, fault)
-        if key in self._signs or len(self._signs) < SIGNS_MAX:
-            self._signs[key] = known
+            known = _merged(known, event, fault)
+        if key in self._events or len(self._events) < EVENTS_MAX:
+            self._events[key] = known
         return known
 
     def all(self) -> tuple[GpuEvent, ...]:
-        """Return the signs, the gravest first, of equals the first seen."""
-        return tuple(sorted(self._signs.values(), key=_gravity))
+        """Return the events, the most severe first, equal ones in the order of time."""
+        return tuple(sorted(self._events.values(), key=_order))
 
 
 def entity_of(event: XidEvent, gpu: GpuName | None) -> Entity:
-    """Return the GPU that *event* is about, by UUID where that is known."""
+    """Return the GPU of *event*, by UUID where that is known."""
     uuid = event.uuid or (gpu and gpu.uuid)
     return Entity(EntityKind.GPU, uuid or f"PCI:{event.address or 'unknown'}")
 
 
-def _joined(known: GpuEvent, event: XidEvent, fault: GpuFault) -> GpuEvent:
-    """Return *known* with *event* in it; NVML and the log each tell of the same lines."""
+def _merged(known: GpuEvent, event: XidEvent, fault: GpuFault) -> GpuEvent:
+    """Return *known* with *event* merged; NVML and the log report the same errors."""
     same_source = event.source in known.sources
-    graver = fault if _weight(fault) > _weight(known.fault) else known.fault
     return replace(
         known,
-        fault=graver,
+        fault=max(known.fault, fault, key=_weight),
         sources=known.sources | {event.source},
         last_ns=max(known.last_ns, event.mono_ns),
         count=known.count + event.count if same_source else max(known.count, event.count),
@@ -237,5 +236,5 @@ def _weight(fault: GpuFault) -> tuple[bool, bool, bool, bool]:
     return fault.ends, fault.blames_node, fault.side is Side.INFRA, fault.suggests is not None
 
 
-def _gravity(sign: GpuEvent) -> tuple[bool, bool, int]:
-    return not sign.fault.ends, not sign.fault.blames_node, sign.first_ns
+def _order(event: GpuEvent) -> tuple[bool, bool, int]:
+    return not event.fault.ends, not event.fault.blames_node, event.first_ns

@@ -1,7 +1,7 @@
-"""Have the job's GPUs let go of the memory of dead workers, before new ones are started on them?
+"""Waits until the GPU memory of dead workers is released, before new workers start.
 
-A killed process gives its GPU memory back only when the driver has taken its context down, which
-takes seconds, or never where the driver is sick; a worker that starts meanwhile runs out of memory.
+The driver releases the memory of a killed process only when it has destroyed its context, which
+takes seconds, or forever with a broken driver; a worker that starts earlier runs out of memory.
 """
 
 import json
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 2.0
 WAIT_MAX_S = 50.0
-# A context of another process that comes or goes is of this size.
+# The size of a context of another process that may start or end meanwhile.
 TOLERANCE_BYTES = 512 * 2**20
-# A driver that says nothing for so long is for the health gate to judge.
+# A driver that does not answer for longer is judged by the health check.
 SILENT_S = 15.0
 _SHOWN = 3
 
@@ -41,9 +41,9 @@ class GpuMemorySource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemoryRelease:
-    """What became of the wait. ``held``: bytes by UUID beyond what was held before the run.
+    """The result of the wait. ``held``: bytes by UUID beyond those held before the run.
 
-    ``note`` says why nothing was judged, where nothing was.
+    ``note``: why nothing could be judged, None otherwise.
     """
 
     released: bool
@@ -52,7 +52,7 @@ class GpuMemoryRelease:
     note: str | None = None
 
     def to_report(self, node: str, generation: int) -> NodeReport:
-        """Return what the agent of *node* reports where the memory was not released."""
+        """Return the report of *node*'s agent where the memory was not released."""
         gpus = [
             f"{format_bytes(held)} on {uuid}" for uuid, held in list(self.held.items())[:_SHOWN]
         ]
@@ -74,7 +74,7 @@ class GpuMemoryRelease:
 
 
 def open_memory(env: Mapping[str, str], agent_pid: int, clock: Clock) -> "GpuMemoryGate":
-    """Return a watch over the GPUs' memory; to be opened before the first worker starts."""
+    """Return a monitor of the GPUs' memory; to be opened before the first worker starts."""
     command = module_command("gpuops.host.nvml.facts", str(agent_pid), str(EVERY_S))
     return GpuMemoryGate(lambda: WatchingChild("gpu-memory", command, env, restarts_max=2), clock)
 
@@ -83,7 +83,7 @@ class GpuMemoryGate:
     """Compares the memory held now with that before the first worker; no call waits.
 
     Call `started` when workers start, `begin` when they are being ended, then `poll` until it
-    returns something. Between `started` and `begin` nobody looks.
+    returns a result. Between `started` and `begin` the memory is not read.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GpuMemoryGate:
         self._lines: GpuMemorySource | None = open_lines()
 
     def started(self) -> None:
-        """Take what was held until now, the first time, as what does not belong to this run."""
+        """Record the memory held before the first worker as not belonging to this run."""
         self._read()
         if not self._started:
             self._started = True
@@ -112,22 +112,21 @@ class GpuMemoryGate:
         self.close()
 
     @property
-    def has_looked(self) -> bool:
-        """Say whether there is something to take as held before, or never will be."""
+    def has_baseline(self) -> bool:
+        """Return whether the memory before the first worker is known, or will never be."""
         self._read()
-        nobody = self._lines is None or self._lines.given_up.is_set()
-        return self._started or self._now is not None or nobody
+        return self._started or self._now is not None or self._is_over()
 
     def begin(self) -> None:
-        """Begin to look: the workers of this node are dead, or will be soon."""
+        """Begin to read: the workers of this node are dead, or will be soon."""
         self._begun_ns = self._clock.mono_ns()
         if self._before and self._lines is None:
             self._lines = self._open_lines()
 
     def poll(self, uuids: Collection[str] | None = None) -> GpuMemoryRelease | None:
-        """Return the result once there is one, None while memory of *uuids* is held still.
+        """Return the result, None while memory of *uuids* is still held.
 
-        *uuids* None: of all GPUs, as it is not known which are the job's.
+        *uuids* None: all GPUs, as it is not known which are the job's.
         """
         self._read()
         waited_s = (self._clock.mono_ns() - self._begun_ns) / 1e9
@@ -136,8 +135,8 @@ class GpuMemoryGate:
                 released=True, waited_s=waited_s, note="held before the run: not known"
             )
         if self._now is None or self._now_ns < self._begun_ns:
-            return self._untold(waited_s)
-        held = self._beyond(uuids)
+            return self._without_answer(waited_s)
+        held = self._leaked(uuids)
         if held and waited_s < self._wait_max_s:
             return None
         return GpuMemoryRelease(released=not held, waited_s=waited_s, held=held)
@@ -148,15 +147,17 @@ class GpuMemoryGate:
             self._lines.close()
             self._lines = None
 
-    def _untold(self, waited_s: float) -> GpuMemoryRelease | None:
-        is_over = self._lines is None or self._lines.given_up.is_set()
-        if waited_s < SILENT_S and not is_over:
+    def _is_over(self) -> bool:
+        return self._lines is None or self._lines.given_up.is_set()
+
+    def _without_answer(self, waited_s: float) -> GpuMemoryRelease | None:
+        if waited_s < SILENT_S and not self._is_over():
             return None
         return GpuMemoryRelease(
-            released=True, waited_s=waited_s, note="NVML does not tell what is held"
+            released=True, waited_s=waited_s, note="NVML does not report the memory in use"
         )
 
-    def _beyond(self, uuids: Collection[str] | None) -> dict[str, int]:
+    def _leaked(self, uuids: Collection[str] | None) -> dict[str, int]:
         assert self._before is not None
         assert self._now is not None
         return {
@@ -169,8 +170,8 @@ class GpuMemoryGate:
     def _read(self) -> None:
         for line in () if self._lines is None else self._lines.take(100):
             try:
-                told = json.loads(line)
-                held = {str(uuid): int(used) for uuid, used in told["held"].items()}
-                self._now, self._now_ns = held, int(told["mono_ns"])
+                reading = json.loads(line)
+                held = {str(uuid): int(used) for uuid, used in reading["held"].items()}
+                self._now, self._now_ns = held, int(reading["mono_ns"])
             except (ValueError, TypeError, KeyError, AttributeError):
                 log.debug("gpu memory: %r", line[:200])

@@ -1,11 +1,11 @@
-"""Detectors of a site's own: each watches a node's workers from a process of its own.
+"""Detectors of a site: each watches a node's workers from a separate process.
 
 A detector is a function in the entry-point group ``gpuops.detectors``. It gets one dictionary
 (``node``, ``generation``, ``folder``, ``ranks``: process ids by rank) and yields verdicts, which
-are dictionaries: ``why`` and, as it likes, ``ranks``, ``blames_node``, ``failure_class``, ``ends``.
-A verdict that ``ends`` ends the generation. Of the others one that blames the node is remembered,
-so that the next restart does without it; all are told in the log and, should the workers stand
-still later, in the incident. Whatever is wrong with a detector, training goes on.
+are dictionaries: ``why`` and optionally ``ranks``, ``blames_node``, ``failure_class``, ``ends``. A
+verdict that ``ends`` ends the generation. Of the others one that blames the node is recorded, so
+that the next restart excludes the node; all are logged and, if the workers hang later, are evidence
+in the incident. An error of a detector never affects the training.
 """
 
 import json
@@ -24,18 +24,18 @@ from gpuops.scrub import scrub
 
 log = logging.getLogger(__name__)
 
-LINES_A_LOOK = 20
-# One that says more in a generation is broken, and is ended.
+LINES_PER_POLL = 20
+# A detector that writes more in a generation is broken, and is ended.
 LINES_MAX = 200
 CLOSE_S = 0.5
 _KEYS = frozenset({"why", "ranks", "blames_node", "failure_class", "ends", "error"})
-# What only the agents can know, or would end a run that could go on.
-_NOT_THEIRS = frozenset({"launcher", "node", "scheduler", "tool", "unresolved", "user_code"})
+# Categories that only agents can diagnose, or that would end a run that could continue.
+_RESERVED = frozenset({"launcher", "node", "scheduler", "tool", "unresolved", "user_code"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginVerdict:
-    """What a detector says. ``ends``: the generation is to end because of it."""
+    """A detector's verdict. ``ends``: it ends the generation."""
 
     why: str
     failure_class: FailureClass = FailureClass.SITE_CHECK
@@ -51,19 +51,19 @@ class _Detector:
 
 
 def find_detectors() -> tuple[str, ...]:
-    """Return the names of the detectors that are installed; none where that cannot be found out."""
+    """Return the names of the installed detectors; none where they cannot be listed."""
     try:
         return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
-    except Exception as exc:  # noqa: BLE001 boundary: what others installed must not stop a launch
+    except Exception as exc:  # noqa: BLE001 boundary: an installed package must not stop a launch
         log.warning("cannot list the detectors: %r", exc)
         return ()
 
 
 def open_detectors(env: Mapping[str, str]) -> "PluginMonitor":
-    """Return a monitor over what is installed; each gets a process with *env* at each start."""
+    """Return a monitor of the installed detectors; *env* is the environment of their processes."""
 
-    def start(name: str, told: str) -> WatchingChild:
-        command = module_command("gpuops.agent.monitors.plugin_process", name, told)
+    def start(name: str, context: str) -> WatchingChild:
+        command = module_command("gpuops.agent.monitors.plugin_process", name, context)
         return WatchingChild(f"detector-{name}", command, env)
 
     return PluginMonitor(find_detectors(), start)
@@ -79,14 +79,14 @@ class PluginMonitor(Monitor):
         self._start = start
         self._watched: MonitoredAttempt | None = None
         self._running: dict[str, _Detector] = {}
-        self._heard: list[tuple[str, PluginVerdict]] = []
+        self._verdicts: list[tuple[str, PluginVerdict]] = []
         self._warned: set[str] = set()
 
     def begin(self, watched: MonitoredAttempt) -> None:
-        """Have a generation watched; what was said of the one before is of no interest any more."""
-        self._let_go(0.0)
-        self._watched, self._heard = watched, []
-        told = json.dumps(
+        """Start the detectors for a generation; verdicts on the previous one are discarded."""
+        self._stop(0.0)
+        self._watched, self._verdicts = watched, []
+        context = json.dumps(
             {
                 "node": watched.node,
                 "generation": watched.generation,
@@ -95,42 +95,42 @@ class PluginMonitor(Monitor):
             }
         )
         for name in self._names:
-            self._running[name] = _Detector(self._start(name, told))
+            self._running[name] = _Detector(self._start(name, context))
 
     def poll(self) -> list[Suspicion]:
-        """Return all that the detectors have said of this generation."""
-        for name, verdict in self._new():
+        """Return all verdicts on this generation."""
+        for name, verdict in self._read_new():
             if not verdict.ends:
                 log.warning("detector %s: %s", name, verdict.why)
         node = "" if self._watched is None else self._watched.node
-        return [_suspicion(name, verdict, node) for name, verdict in self._heard]
+        return [_suspicion(name, verdict, node) for name, verdict in self._verdicts]
 
     def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:  # noqa: ARG002 never waits
-        """Return what the detectors have said of this generation."""
-        self._new()
-        return tuple(_evidence(name, verdict) for name, verdict in self._heard)
+        """Return all verdicts on this generation."""
+        self._read_new()
+        return tuple(_evidence(name, verdict) for name, verdict in self._verdicts)
 
     def close(self) -> None:
         """End the detectors."""
-        self._let_go(CLOSE_S)
+        self._stop(CLOSE_S)
 
-    def _let_go(self, wait_s: float) -> None:
+    def _stop(self, wait_s: float) -> None:
         for detector in self._running.values():
             detector.lines.close(wait_s)
         self._running = {}
 
-    def _new(self) -> list[tuple[str, PluginVerdict]]:
-        """Return the verdicts that came since."""
+    def _read_new(self) -> list[tuple[str, PluginVerdict]]:
+        """Return the verdicts since the last call."""
         found = []
         for name, detector in list(self._running.items()):
-            for line in detector.lines.take(LINES_A_LOOK):
+            for line in detector.lines.take(LINES_PER_POLL):
                 detector.n_lines += 1
                 verdict = self._read(name, line)
                 found += [] if verdict is None else [(name, verdict)]
             if detector.n_lines >= LINES_MAX:
-                self._warn(name, "it says too much and is ended")
+                self._warn(name, "it wrote too many lines and is ended")
                 self._running.pop(name).lines.close()
-        self._heard += found
+        self._verdicts += found
         return found
 
     def _read(self, name: str, line: bytes) -> PluginVerdict | None:
@@ -144,14 +144,14 @@ class PluginMonitor(Monitor):
     def _warn(self, name: str, why: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            log.warning("detector %s is of no use: %s", name, scrub(why)[:TEXT_CHARS_MAX])
+            log.warning("detector %s failed: %s", name, scrub(why)[:TEXT_CHARS_MAX])
 
 
 def read_verdict(line: bytes, ranks: set[int]) -> PluginVerdict:
     """Return the verdict in *line* on a node that has *ranks*.
 
     Raises:
-        KeyError, TypeError, ValueError, RecursionError: It is none; the words say why.
+        KeyError, TypeError, ValueError, RecursionError: It is malformed; the message says why.
     """
     body = json.loads(line)
     if not isinstance(body, dict):
@@ -159,13 +159,13 @@ def read_verdict(line: bytes, ranks: set[int]) -> PluginVerdict:
     if unknown := sorted(body.keys() - _KEYS):
         raise ValueError(f"unknown keys: {', '.join(unknown)[:100]}")
     if "error" in body:
-        raise ValueError(f"it failed: {body['error']}")
+        raise ValueError(f"it raised {body['error']}")
     why = body.get("why")
     if not isinstance(why, str) or not why.strip():
-        raise ValueError("a verdict without its `why`")
+        raise ValueError("a verdict without `why`")
     failure_class = FailureClass(body.get("failure_class", FailureClass.SITE_CHECK))
-    if failure_class.category in _NOT_THEIRS:
-        raise ValueError(f"{failure_class.value} is not for a detector to say")
+    if failure_class.category in _RESERVED:
+        raise ValueError(f"a detector may not report {failure_class.value}")
     return PluginVerdict(
         why=scrub(" ".join(why.split()))[:TEXT_CHARS_MAX],
         failure_class=failure_class,
@@ -178,15 +178,15 @@ def read_verdict(line: bytes, ranks: set[int]) -> PluginVerdict:
 def _flag(body: Mapping[str, object], key: str) -> bool:
     value = body.get(key, False)
     if not isinstance(value, bool):
-        raise TypeError(f"`{key}` is true or false")
+        raise TypeError(f"`{key}` must be true or false")
     return value
 
 
 def _blamed(named: object, ranks: set[int]) -> tuple[int, ...]:
     if not isinstance(named, list) or not all(type(rank) is int for rank in named):
-        raise TypeError("`ranks` are numbers")
-    if strangers := sorted(set(named) - ranks):
-        raise ValueError(f"no ranks of this node: {str(strangers)[:100]}")
+        raise TypeError("`ranks` must be a list of integers")
+    if unknown := sorted(set(named) - ranks):
+        raise ValueError(f"no ranks of this node: {str(unknown)[:100]}")
     return tuple(sorted(set(named)))
 
 

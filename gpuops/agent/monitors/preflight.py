@@ -1,14 +1,14 @@
-"""May this node join: its health check, and the memory of its GPUs.
+"""Decides whether this node may join: its health check, and the memory of its GPUs.
 
 Both are checked while the workers of the last generation are being ended, so that a healthy node
 waits for neither.
 
 The health check is `gpuops check --suite preflight` in a separate process, because this one has
-threads and a driver can hang. It is not recorded as a check of the node: what it found goes into
-the run's own record, and a failure that is the job's must not count as the node's twice.
+threads and a driver can hang. It is not recorded as a check of the node: its findings go into the
+run's journal, and a failure of the job must not count against the node twice.
 
-A check that failed keeps the node out. A failure of gpuops itself, or of its rights, never does:
-it would stop training that torchrun would have started.
+A failed check excludes the node. A failure of gpuops itself, or a lack of permissions, never does:
+it would stop a training that torchrun would have started.
 """
 
 import json
@@ -41,32 +41,32 @@ from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
-# Whether the driver answers; its findings tell which of its calls gave no answer.
+# Whether the driver answers; its findings name the calls that gave no answer.
 _DRIVER = "gpu_driver"
 _LOST = "gpu_lost"
-# Judged by `gpuops.agent.monitors.gpu_memory`: our own workers may just be ending, and on a machine
-# that people share a GPU may rightly be in use.
-_NOT_HERE = frozenset({"gpu_processes"})
+# Judged by `gpuops.agent.monitors.gpu_memory`: the job's own workers may just be ending, and on a
+# shared machine a GPU may rightly be in use.
+_IGNORED_CHECKS = frozenset({"gpu_processes"})
 SHOWN_MAX = 5
 TEXT_CHARS_MAX = 200
 TRIES = 2
-# Of the deadline, what the child needs beside its looks: to start, to judge, to print.
-_AROUND_S = 2.0
-_AROUND_SHARE = 0.25
+# The part of the deadline that the child needs in addition to its probes: to start, judge, print.
+_OVERHEAD_S = 2.0
+_OVERHEAD_SHARE = 0.25
 _GPU = re.compile(r"\d{1,4}|GPU-[0-9a-fA-F-]{4,64}")
-LOOK_S = 0.02
-# A spare that has waited for longer since its check is checked again before it is seated.
+POLL_S = 0.02
+# A spare that has waited for longer since its check is checked again before it joins.
 STALE_S = 60.0
-FIRST_LOOK_S = 3.0
-CANCEL_S = 1.0  # for `run_bounded` to end the check and all that it has started
+BASELINE_S = 3.0
+CANCEL_S = 1.0  # for `run_bounded` to end the check and all its children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
     """Whether the node may join.
 
-    ``reason`` is for people: what failed, or why nothing could be judged. ``hung``: the check, or
-    a call that it made to the driver, gave no answer. ``findings``: what is not well, in short.
+    ``reason`` is for people: the failure, or why nothing could be judged. ``hung``: the check, or
+    one of its calls to the driver, gave no answer. ``findings``: the bad ones, in short.
     """
 
     passed: bool
@@ -79,7 +79,7 @@ class PreflightResult:
     hung: bool = False
 
     def to_report(self, node: str, generation: int) -> NodeReport:
-        """Return what the agent of *node* reports where this did not pass."""
+        """Return the report of *node*'s agent where this did not pass."""
         here = Entity(EntityKind.NODE, node)
         return NodeReport(
             kind=ReportKind.GATE_FAILED,
@@ -95,9 +95,9 @@ class PreflightResult:
 
 
 def judge_check(end: CommandEnd, *, listed: bool = False) -> PreflightResult:
-    """Return what *end* says of the node.
+    """Return the result of a check that ended as *end*.
 
-    *listed*: NVML had listed the GPUs that were asked about, so one that it does not is gone.
+    *listed*: NVML has listed the requested GPUs before, so that a missing one is gone.
     """
     if end.exit_code is None:
         return PreflightResult(
@@ -109,7 +109,7 @@ def judge_check(end: CommandEnd, *, listed: bool = False) -> PreflightResult:
         )
     findings = _findings(end.output)
     if findings is None:
-        return PreflightResult(passed=True, reason=_no_verdict(end), seconds=end.seconds)
+        return PreflightResult(passed=True, reason=_no_result(end), seconds=end.seconds)
     bad = tuple(_short(item) for item in findings if _weight(item) > Status.SKIP)[:SHOWN_MAX]
     hang = next((item for item in findings if _is_hang(item)), None)
     failed = [item for item in findings if _fails(item) or (listed and _is_gone(item))]
@@ -125,7 +125,8 @@ def judge_check(end: CommandEnd, *, listed: bool = False) -> PreflightResult:
             seconds=end.seconds,
             hung=True,
         )
-    note = "" if end.exit_code in {EXIT_OK, EXIT_FAIL} else f"not all was judged: {_said(bad)}"
+    note = "" if end.exit_code in {EXIT_OK, EXIT_FAIL} else "not all was judged: "
+    note = note and note + ("; ".join(bad) or "no check says why")
     return PreflightResult(passed=True, reason=note, findings=bad, seconds=end.seconds)
 
 
@@ -143,16 +144,16 @@ def _failed(
     )
 
 
-def _no_verdict(end: CommandEnd) -> str:
+def _no_result(end: CommandEnd) -> str:
     code = end.exit_code or 0
     how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
     lines = end.errors.decode("utf-8", errors="replace").strip().splitlines()
-    said = f": {lines[-1][:TEXT_CHARS_MAX]}" if lines else ""
-    return f"the health check gave no verdict ({how}{said})"
+    last = f": {lines[-1][:TEXT_CHARS_MAX]}" if lines else ""
+    return f"the health check gave no result ({how}{last})"
 
 
 def _findings(output: bytes) -> list[Mapping[str, Any]] | None:
-    """Return the findings in *output*, None where it is no answer of `gpuops check --json`."""
+    """Return the findings in *output*, None where it is not that of `gpuops check --json`."""
     try:
         body = json.loads(output)
         findings = body["findings"]
@@ -162,11 +163,11 @@ def _findings(output: bytes) -> list[Mapping[str, Any]] | None:
 
 
 def _fails(item: Mapping[str, Any]) -> bool:
-    return item.get("status") == Status.FAIL.word and item["check"] not in _NOT_HERE
+    return item.get("status") == Status.FAIL.word and item["check"] not in _IGNORED_CHECKS
 
 
 def _is_gone(item: Mapping[str, Any]) -> bool:
-    """Say whether a GPU is no longer listed; a lost one may tell its name to nobody."""
+    """Return whether a GPU is no longer listed; a lost one may not report its name."""
     return item["check"] == _LOST and item.get("failure_class") == FailureClass.GPU_MISSING
 
 
@@ -206,16 +207,12 @@ def _short(item: Mapping[str, Any]) -> str:
     return f"{item.get('status')} {item['check']}: {_text(item)}"
 
 
-def _said(bad: Sequence[str]) -> str:
-    return "; ".join(bad) or "no check says why"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightPlan:
-    """How the node is checked; *env* is the agent's, *deadline_s* for each of two tries.
+    """How the node is checked; *env* is the agent's, *deadline_s* for each of two attempts.
 
-    *gpus*: the job's by UUID, as NVML told them before; none: those that ``CUDA_VISIBLE_DEVICES``
-    of *env* names, or all. *command* is what runs gpuops, with ``--config`` where one was given.
+    *gpus*: the job's by UUID, as NVML listed them before; none: those that ``CUDA_VISIBLE_DEVICES``
+    of *env* names, or all. *command* runs gpuops, with ``--config`` where one was given.
     """
 
     env: Mapping[str, str]
@@ -225,8 +222,8 @@ class PreflightPlan:
     command: Sequence[str] = (sys.executable, "-P", "-m", "gpuops")
 
     def argv(self) -> list[str]:
-        """Return the command line; the check gives up before its own deadline is over."""
-        looks_s = self.deadline_s - min(_AROUND_S, _AROUND_SHARE * self.deadline_s)
+        """Return the command line; the check gives up before its own deadline."""
+        probes_s = self.deadline_s - min(_OVERHEAD_S, _OVERHEAD_SHARE * self.deadline_s)
         names = sorted(self.gpus) or _visible(self.env)
         gpus = ["--gpus", ",".join(names)] if names else []
         return [
@@ -234,7 +231,7 @@ class PreflightPlan:
             "check",
             *("--suite", self.suite),
             *("--trigger", "preflight"),
-            *("--deadline", f"{looks_s:g}"),
+            *("--deadline", f"{probes_s:g}"),
             *gpus,
             "--json",
             "--no-record",
@@ -242,13 +239,13 @@ class PreflightPlan:
 
 
 def _visible(env: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that CUDA shows, none where that is not said or not understood."""
+    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, none where it is unset or malformed."""
     words = [word.strip() for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return words if all(_GPU.fullmatch(word) for word in words) else []
 
 
 class PreflightCheck:
-    """One run of the check, twice where it hangs; started by `start`, which does not wait."""
+    """One run of the check, repeated once if it hangs; `start` does not wait."""
 
     def __init__(self, plan: PreflightPlan) -> None:
         self._plan = plan
@@ -258,7 +255,7 @@ class PreflightCheck:
         self._thread = threading.Thread(target=self._run, name="gpuops-gate", daemon=True)
 
     def start(self) -> None:
-        """Begin; once for each gate."""
+        """Begin; to be called once."""
         self._thread.start()
 
     def result(self, timeout_s: float = 0.0) -> PreflightResult | None:
@@ -272,7 +269,7 @@ class PreflightCheck:
     def _run(self) -> None:
         started_s = time.monotonic()
         try:
-            result = self._tried()
+            result = self._attempt()
         except Exception as exc:  # boundary: our failure is no failure of the node
             log.debug("the health check", exc_info=True)
             result = PreflightResult(
@@ -286,7 +283,7 @@ class PreflightCheck:
         )
         self._done.set()
 
-    def _tried(self) -> PreflightResult:
+    def _attempt(self) -> PreflightResult:
         result = PreflightResult(passed=True)
         for number in range(1, TRIES + 1):
             plan = self._plan
@@ -300,27 +297,27 @@ class PreflightCheck:
 
 
 class PreflightGate(Protocol):
-    """Says whether this node is fit for a generation."""
+    """Decides whether this node may join a generation."""
 
     def begin(self) -> None:
-        """Start to look, unless that has begun already."""
+        """Start the checks, unless they run already."""
         ...
 
     def started(self) -> None:
-        """Hear that workers are about to be started."""
+        """Note that workers are about to be started."""
         ...
 
     def result(self, wait: Callable[[float], object]) -> Preflight:
-        """Return what was found; *wait* is called with seconds between looks, and may raise."""
+        """Return the result; *wait* is called with seconds between polls, and may raise."""
         ...
 
     def close(self) -> None:
-        """Let go of processes."""
+        """End the processes."""
         ...
 
 
 class NoPreflight:
-    """Lets everyone in: ``--health-gate=off``."""
+    """Every node may join: ``--health-gate=off``."""
 
     def begin(self) -> None:
         """Do nothing."""
@@ -336,15 +333,11 @@ class NoPreflight:
         """Do nothing."""
 
 
-def _not_known() -> Collection[str] | None:
-    return None
-
-
 class HealthPreflight:
-    """Asks the preflight suite, and waits for memory that dead workers still hold.
+    """Runs the preflight suite, and waits for the memory that dead workers still hold.
 
-    *uuids* says which GPUs are the job's, None where that is not known: what another job holds on
-    a GPU of its own is none of our business.
+    *uuids* returns the job's GPUs, None where they are not known: memory that other jobs hold on
+    other GPUs is ignored.
     """
 
     def __init__(
@@ -352,60 +345,60 @@ class HealthPreflight:
         make: Callable[[], PreflightCheck],
         memory: GpuMemoryGate,
         clock: Clock,
-        say: Callable[[str], None],
-        uuids: Callable[[], Collection[str] | None] = _not_known,
+        info: Callable[[str], None],
+        uuids: Callable[[], Collection[str] | None] = lambda: None,
     ) -> None:
         self._make = make
         self._memory = memory
         self._clock = clock
-        self._say = say
+        self._info = info
         self._uuids = uuids
-        self._gate: PreflightCheck | None = None
+        self._check: PreflightCheck | None = None
         self._begun_ns = 0
 
     def begin(self) -> None:
-        """Start to look, unless that has begun already."""
-        if self._gate is not None and not self._is_stale():
+        """Start the checks, unless they run already."""
+        if self._check is not None and not self._is_stale():
             return
         self._begun_ns = self._clock.mono_ns()
         self._memory.begin()
-        self._gate = self._make()
-        self._gate.start()
+        self._check = self._make()
+        self._check.start()
 
     def started(self) -> None:
-        """Take the memory that is held now as somebody else's."""
+        """Record the memory that is held now as the baseline."""
         self._memory.started()
 
     def result(self, wait: Callable[[float], object]) -> Preflight:
-        """Return what was found; *wait* is called with seconds between looks, and may raise."""
+        """Return the result; *wait* is called with seconds between polls, and may raise."""
         self.begin()
-        assert self._gate is not None
-        while (found := self._gate.result()) is None:
-            wait(LOOK_S)
-        self._gate = None
+        assert self._check is not None
+        while (found := self._check.result()) is None:
+            wait(POLL_S)
+        self._check = None
         if not found.passed:
             return Preflight(passed=False, reason=found.reason, to_report=found.to_report)
         if found.reason:
-            self._say(found.reason)
+            self._info(found.reason)
         while (release := self._memory.poll(self._uuids())) is None:
-            wait(LOOK_S)
-        self._first_look(wait)
+            wait(POLL_S)
+        self._await_baseline(wait)
         if release.released:
             return Preflight(passed=True, reason=found.reason)
         reason = release.to_report("", 0).how
         return Preflight(passed=False, reason=reason, to_report=release.to_report)
 
-    def _first_look(self, wait: Callable[[float], object]) -> None:
-        """Give the look at the memory before the first worker the moment that NVML needs."""
-        ends_ns = self._clock.mono_ns() + round(FIRST_LOOK_S * NS_PER_S)
-        while not self._memory.has_looked and self._clock.mono_ns() < ends_ns:
-            wait(LOOK_S)
+    def _await_baseline(self, wait: Callable[[float], object]) -> None:
+        """Wait until the memory before the first worker has been read, for `BASELINE_S`."""
+        ends_ns = self._clock.mono_ns() + round(BASELINE_S * NS_PER_S)
+        while not self._memory.has_baseline and self._clock.mono_ns() < ends_ns:
+            wait(POLL_S)
 
     def close(self) -> None:
-        """End what runs, and wait for it: a check that is being ended is stopped first."""
-        if self._gate is not None:
-            self._gate.cancel()
-            self._gate.result(CANCEL_S)
+        """Cancel the check, wait for its end, and end the reading of the memory."""
+        if self._check is not None:
+            self._check.cancel()
+            self._check.result(CANCEL_S)
         self._memory.close()
 
     def _is_stale(self) -> bool:

@@ -1,8 +1,7 @@
-"""What the heartbeats of one attempt's ranks add up to: steps, speed, saves.
+"""Progress of one attempt from the heartbeats of its ranks: steps, speed, saves.
 
 Times are this host's monotonic nanoseconds, as in the rings. The steps of a data-parallel job
-agree across ranks; where they do not, the furthest rank counts, because "how far did the job get"
-is what is asked.
+agree across ranks; where they do not, the greatest one counts as the progress of the job.
 """
 
 import math
@@ -22,9 +21,9 @@ MINUTE_NS = 60 * 10**9
 class StepTracker:
     """One generation's last steps, and the newest step after which a checkpoint was completed.
 
-    A checkpoint is known by the word of the keeper that holds it, or by the script's own,
-    ``gpuops.phase("checkpoint")``; which one was loaded by the keeper's word, or by the first step
-    after ``gpuops.phase("restore")``.
+    A checkpoint is reported by the keeper that holds it, or by the script with
+    ``gpuops.phase("checkpoint")``. The loaded one is reported by the keeper, or follows from the
+    first step after ``gpuops.phase("restore")``.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class StepTracker:
         self._step_of: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Forget the workers of the last generation, not what they saved."""
+        """Forget the workers of the last generation, but not their checkpoint."""
         self._steps_ns.clear()
         self._saving.clear()
         self._step_of.clear()
@@ -48,34 +47,35 @@ class StepTracker:
 
     @property
     def base_step(self) -> int | None:
-        """Return the step of the checkpoint that a failure now would be soon after.
+        """Return the step of the checkpoint from which the progress of these workers counts.
 
-        The newest that was saved or loaded by these workers, else the newest that is known.
+        The newest that they saved or loaded, else the newest that is known.
         """
         if self._loaded is None or self._has_saved:
             return self.checkpoint_step
         return self._loaded
 
     def saved(self, step: int, *, is_new: bool) -> None:
-        """Take it from the keeper that its newest state is that of *step*.
+        """Record the keeper's report that its newest state is that of *step*.
 
-        It may be lower than what was known: steps are made again. *is_new*: these workers saved it.
+        It may be lower than the last known one: steps are repeated. *is_new*: these workers saved
+        it.
         """
         self.checkpoint_step = step
         self._has_saved = self._has_saved or is_new
 
     def loaded(self, step: int) -> None:
-        """Take it from the keeper that these workers go on from the state of *step*."""
+        """Record the keeper's report that these workers resume from the state of *step*."""
         self._loaded = step
 
     def feed(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
-        """Take in the next beats."""
+        """Take in the next heartbeats."""
         for rank, beats in by_rank.items():
             for beat in beats:
                 self._feed_one(rank, beat)
 
     def _feed_one(self, rank: int, beat: Beat) -> None:
-        # A script that says its steps beats twice in each: by its word, and by its optimizer.
+        # A script that reports its steps beats twice in each: by its report and by its optimizer.
         is_same = beat.step != STEP_UNKNOWN and beat.step == self._step_of.get(rank)
         if beat.step != STEP_UNKNOWN:
             self._step_of[rank] = beat.step
@@ -100,13 +100,13 @@ class StepTracker:
 
     def step_s(self) -> float | None:
         """Return the time of a step in the median, None before the second."""
-        # Also asked by the control thread, while beats of another rank may come in.
+        # Also called by the control thread, while `feed` may run.
         by_rank = [list(times) for times in list(self._steps_ns.values())]
         gaps = [(b - a) / 1e9 for times in by_rank for a, b in pairwise(times)]
         return median(gaps) if gaps else None
 
     def common_step(self) -> int | None:
-        """Return a step that no rank has begun by the time it hears of it; None where unknown."""
+        """Return a step that no rank has begun when it receives a request; None where unknown."""
         step_s = self.step_s()
         if self._highest is None or step_s is None:
             return None
@@ -135,7 +135,7 @@ class MinuteProgress:
 
 @dataclass(slots=True)
 class RankProgress:
-    """How far one rank came; ``finished_ns`` is when its program came to its end."""
+    """The progress of one rank; ``finished_ns`` is when its program ended."""
 
     beats: int = 0
     last_step: int | None = None
@@ -158,7 +158,7 @@ class AttemptProgress:
     _minute_before_ns: int | None = None
 
     def feed(self, rank: int, beats: Iterable[Beat]) -> None:
-        """Take the next beats of *rank* in."""
+        """Take in the next heartbeats of *rank*."""
         for beat in beats:
             if beat.phase is WorkerPhase.STEPPING:
                 self._feed_one(rank, beat)
@@ -176,19 +176,19 @@ class AttemptProgress:
         if step is not None:
             self.steps_first = step if self.steps_first is None else min(self.steps_first, step)
             self.steps_last = max(self.steps_last or 0, step)
-            if self._is_past_the_old(step, beat.mono_ns):
+            if self._is_past_highest(step, beat.mono_ns):
                 self.caught_up = FirstStep(beat.mono_ns, step, beat.source)
         if rank == min(self.ranks):
             self._minute.append(beat)
 
-    def _is_past_the_old(self, step: int, mono_ns: int) -> bool:
+    def _is_past_highest(self, step: int, mono_ns: int) -> bool:
         if self.highest_before is None or step <= self.highest_before:
             return False
         return self.caught_up is None or mono_ns < self.caught_up.mono_ns
 
     @property
     def beats(self) -> int:
-        """Return the optimizer calls of the rank that made most."""
+        """Return the greatest number of optimizer calls of a rank."""
         return max((rank.beats for rank in self.ranks.values()), default=0)
 
     @property
@@ -211,9 +211,9 @@ class AttemptProgress:
 
 
 def _summary(beats: list[Beat], before_ns: int | None) -> MinuteProgress:
-    # A script that says its steps beats twice in each: by its word, and by its optimizer.
-    news = [b for a, b in pairwise(beats) if b.step == STEP_UNKNOWN or b.step != a.step]
-    times = [beat.mono_ns for beat in (beats[0], *news)]
+    # A script that reports its steps beats twice in each: by its report and by its optimizer.
+    new = [b for a, b in pairwise(beats) if b.step == STEP_UNKNOWN or b.step != a.step]
+    times = [beat.mono_ns for beat in (beats[0], *new)]
     if before_ns is not None:
         times.insert(0, before_ns)
     gaps_us = [(b - a) // 1000 for a, b in pairwise(times)]

@@ -1,9 +1,10 @@
-"""What a worker without progress is doing, judged from what was seen of it; pure.
+"""Diagnoses what a worker without progress is doing, from samples of it; pure.
 
-Where nothing tells, it says so: a wrong name sends people to the wrong machine.
+Without sufficient evidence the diagnosis is `RankState.UNKNOWN`: a wrong one sends people to the
+wrong machine.
 
 A rank that evaluates or compiles may be silent for long; one in state T does nothing at all. So it
-has the limit of a step, whatever it said it was doing. A debugger's stop (state t) is left alone.
+has the limit of a step, whatever phase it reported. A stop by a debugger (state t) is ignored.
 """
 
 import re
@@ -17,10 +18,10 @@ from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, Thread
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
 
-# Frames that are compared between looks, and those in which the nature of a wait shows.
+# Number of frames that are compared between samples, and that are searched for the kind of a wait.
 _COMPARED = 40
 _NEAR = 4
-# Below this share of a processor a thread that holds the lock does not run: it waits with it.
+# Below this share of a processor a thread that holds the lock does not run: it waits, holding it.
 _IDLE_SHARE = 0.1
 _IO_BYTES_MIN = 2**20
 _TORCH = re.compile(r"/torch/")
@@ -34,11 +35,11 @@ _WAITS = re.compile(
 )
 _READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
 STOPPED = "T"
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 class RankState(StrEnum):
-    """Kinds of standstill."""
+    """Why a rank makes no progress."""
 
     EXITED = "exited"
     STOPPED = "stopped"
@@ -51,13 +52,13 @@ class RankState(StrEnum):
 
     @property
     def waits_for_others(self) -> bool:
-        """Say whether a rank in this state is more likely a victim than the cause."""
+        """Return whether a rank in this state is more likely a victim than the cause."""
         return self in {RankState.IN_COLLECTIVE, RankState.WAITS_FOR_DEVICE}
 
 
 @dataclass(frozen=True, slots=True)
 class RankDiagnosis:
-    """What one rank does, in a clause for people; ``is_moving``: it was seen at work meanwhile."""
+    """What one rank does: ``how`` is a clause for people; ``is_moving``: it works meanwhile."""
 
     state: RankState
     how: str
@@ -67,28 +68,28 @@ class RankDiagnosis:
 
 
 def judge_rank(facts: RankFacts) -> RankDiagnosis:
-    """Return what the rank of *facts* does."""
+    """Return the diagnosis of the rank of *facts*."""
     if not facts.samples:
         return RankDiagnosis(RankState.UNKNOWN, "could not be inspected")
-    return _by_the_system(facts.samples) or _by_the_lock(facts.samples) or _by_the_stack(facts)
+    return _by_process_state(facts.samples) or _by_gil(facts.samples) or _by_stack(facts)
 
 
-def _by_the_system(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
-    look = samples[-1].look
-    if look is None or look.state in "ZX":
+def _by_process_state(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
+    last = samples[-1].process
+    if last is None or last.state in "ZX":
         return RankDiagnosis(RankState.EXITED, "has exited")
-    if look.state in "Tt":
-        by = "a signal (state T)" if look.state == "T" else "a debugger (state t)"
+    if last.state in "Tt":
+        by = "a signal (state T)" if last.state == "T" else "a debugger (state t)"
         return RankDiagnosis(RankState.STOPPED, f"is stopped by {by}")
-    if len(samples) > 1 and all(s.look is not None and s.look.state == "D" for s in samples):
-        where = f" in {look.wchan}" if look.wchan else ""
+    if len(samples) > 1 and all(s.process is not None and s.process.state == "D" for s in samples):
+        where = f" in {last.wchan}" if last.wchan else ""
         how = f"waits inside the kernel{where} (state D); no signal ends that"
-        return RankDiagnosis(RankState.D_STATE, how, kernel_stack=look.kernel_stack)
+        return RankDiagnosis(RankState.D_STATE, how, kernel_stack=last.kernel_stack)
     return None
 
 
-def _by_the_lock(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
-    """Return that a thread waits while it holds the interpreter lock, if one does."""
+def _by_gil(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
+    """Return the diagnosis of a thread that waits while it holds the interpreter lock."""
     spied = [sample for sample in samples if sample.spied is not None]
     if len(spied) < 2:
         return None
@@ -104,22 +105,22 @@ def _by_the_lock(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
     return RankDiagnosis(RankState.GIL_HELD, how, owner.frames)
 
 
-def _by_the_stack(facts: RankFacts) -> RankDiagnosis:
+def _by_stack(facts: RankFacts) -> RankDiagnosis:
     moving = _is_moving(facts.samples)
     stacks = next((s.stacks for s in reversed(facts.samples) if s.stacks is not None), None)
     main = stacks.main if stacks is not None else None
     if main is None or not main.frames:
-        how = "did not show its stack" if stacks is None else "has no Python frame in sight"
-        look = facts.samples[-1].look
-        where = f"; the kernel has it in {look.wchan}" if look is not None and look.wchan else ""
+        how = "has no readable stack" if stacks is None else "has no Python frame"
+        last = facts.samples[-1].process
+        where = f"; it waits in the kernel in {last.wchan}" if last and last.wchan else ""
         return RankDiagnosis(RankState.UNKNOWN, how + where, is_moving=moving)
-    state, how = _place(main.frames, facts.source_line)
+    state, how = _by_frames(main.frames, facts.source_line)
     if moving:
-        how += "; it moved between looks"
+        how += "; it moved between samples"
     return RankDiagnosis(state, how, main.frames, is_moving=moving)
 
 
-def _place(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankState, str]:
+def _by_frames(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankState, str]:
     top = frames[0]
     near = _torch_frames(frames)[:_NEAR]
     if any(_COLLECTIVE.search(frame.file) for frame in near):
@@ -132,11 +133,11 @@ def _place(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankS
     loader = next((f for f in frames[: 2 * _NEAR] if _DATA.search(f.file)), None)
     if loader is not None:
         return RankState.IN_USER_CODE, f"waits for its data loader in {loader}"
-    return _by_the_line(top, source_line or "")
+    return _by_source_line(top, source_line or "")
 
 
-def _by_the_line(top: StackFrame, line: str) -> tuple[RankState, str]:
-    """Judge a frame that called native code by the text of its line."""
+def _by_source_line(top: StackFrame, line: str) -> tuple[RankState, str]:
+    """Judge a frame that called native code by the text of its source line."""
     if _WAITS.search(line):
         return RankState.IN_COLLECTIVE, f"waits for other ranks in {top}"
     if _READS_DEVICE.search(line):
@@ -155,17 +156,18 @@ def _torch_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
 
 
 def _is_moving(samples: Sequence[WorkerSample]) -> bool:
-    """Say whether the main thread was in different places, or much was read or written."""
+    """Return whether the main thread was in different places, or much was read or written."""
     by_source: dict[str, list[Stacks]] = {}
     for sample in samples:
         for stacks in (sample.spied, sample.dumped):
             if stacks is not None and stacks.main is not None:
                 by_source.setdefault(stacks.source, []).append(stacks)
-    for seen in by_source.values():
-        mains = [stacks.main for stacks in seen]
+    for found in by_source.values():
+        mains = [stacks.main for stacks in found]
         if any(a and b and not _same(a, b) for a, b in pairwise(mains)):
             return True
-    amounts = [s.look.io_bytes for s in samples if s.look and s.look.io_bytes is not None]
+    processes = [s.process for s in samples if s.process is not None]
+    amounts = [process.io_bytes for process in processes if process.io_bytes is not None]
     return len(amounts) > 1 and amounts[-1] - amounts[0] >= _IO_BYTES_MIN
 
 
@@ -175,36 +177,36 @@ def _same(one: ThreadStack, other: ThreadStack) -> bool:
 
 def _cpu_share(first: WorkerSample, last: WorkerSample) -> float | None:
     took_s = last.at_s - first.at_s
-    if first.look is None or last.look is None or took_s <= 0:
+    if first.process is None or last.process is None or took_s <= 0:
         return None
-    return (last.look.cpu_s - first.look.cpu_s) / took_s
+    return (last.process.cpu_s - first.process.cpu_s) / took_s
 
 
 class StoppedRanks:
-    """For how long each rank has been seen stopped, without a look in between that said otherwise.
+    """For how long each rank has been stopped in every poll.
 
-    The time in which this agent did not look either is not counted.
+    Time in which this agent did not poll is not counted.
     """
 
     def __init__(self) -> None:
         self._since_ns: dict[int, int] = {}
-        self._looked_ns: int | None = None
+        self._polled_ns: int | None = None
 
     def is_due(self, now_ns: int) -> bool:
-        """Say whether it is time for the next look."""
-        return self._looked_ns is None or now_ns - self._looked_ns >= LOOK_S * 1e9
+        """Return whether it is time for the next poll."""
+        return self._polled_ns is None or now_ns - self._polled_ns >= POLL_S * 1e9
 
-    def look(self, states: Mapping[int, str | None], now_ns: int) -> None:
+    def update(self, states: Mapping[int, str | None], now_ns: int) -> None:
         """Take in the state letters by rank."""
-        away_ns = 0 if self._looked_ns is None else now_ns - self._looked_ns
-        if away_ns > 5 * LOOK_S * 1e9:
+        gap_ns = 0 if self._polled_ns is None else now_ns - self._polled_ns
+        if gap_ns > 5 * POLL_S * 1e9:
             self._since_ns.clear()
-        self._looked_ns = now_ns
+        self._polled_ns = now_ns
         stopped = {rank for rank, state in states.items() if state == STOPPED}
         self._since_ns = {rank: self._since_ns.get(rank, now_ns) for rank in stopped}
 
-    def heard(self, ranks: Iterable[int]) -> None:
-        """Take *ranks* as going on: they have beaten."""
+    def clear(self, ranks: Iterable[int]) -> None:
+        """Count *ranks*, which have sent a heartbeat, as running."""
         for rank in ranks:
             self._since_ns.pop(rank, None)
 

@@ -1,6 +1,6 @@
-"""The monitors of an agent: the one list, and the group that calls them.
+"""The monitors of an agent: the list, and the group that calls them.
 
-A new monitor is a class and its line here. What one of them raises stops neither the others nor
+A new monitor is a class and its line here. An exception of a monitor affects neither the others nor
 the run.
 """
 
@@ -29,13 +29,13 @@ from gpuops.wire.ring import Beat
 log = logging.getLogger(__name__)
 PUBLISH_S = 5.0
 PUBLISHED_BYTES_MAX = 4096
-# Does a call and records what it raises under a name; see `RunSession.safely`.
+# Runs a call and records its exception under a name; see `RunSession.safely`.
 Safely = Callable[[str, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorContext:
-    """What monitors are made from. ``hang_timeout_s`` None: learned from the job; 0: off."""
+    """The inputs of the monitors. ``hang_timeout_s`` None: learned from the job; 0: off."""
 
     clock: Clock
     node: str
@@ -46,7 +46,7 @@ class MonitorContext:
 
 
 class MonitorRegistry:
-    """The monitors of one agent. ``hang`` and ``gpu`` are used for more than `Monitor` has."""
+    """The monitors of one agent. ``hang`` and ``gpu`` have uses beyond `Monitor`."""
 
     def __init__(self, context: MonitorContext) -> None:
         self.hang = HangMonitor(context.clock, context.hang_timeout_s, context.env)
@@ -59,7 +59,7 @@ class MonitorRegistry:
 
 
 class MonitorGroup:
-    """Calls each of *monitors*; what they publish goes to the store of *control*."""
+    """Calls each of *monitors*; their published data goes to the store of *control*."""
 
     def __init__(
         self, monitors: Iterable[Monitor], control: ControlClient, clock: Clock, safely: Safely
@@ -80,13 +80,13 @@ class MonitorGroup:
         self._each("reading heartbeats", lambda monitor: monitor.feed(beats))
 
     def poll(self) -> list[Suspicion]:
-        """Return all that any of them suspects now."""
+        """Return the suspicions of all monitors."""
         found: list[Suspicion] = []
         self._each("watching the workers", lambda monitor: found.extend(monitor.poll()))
         return found
 
     def evidence(self) -> list[Evidence]:
-        """Return what all of them know of the workers, `EVIDENCE_S` from now at the latest."""
+        """Return the evidence of all monitors, `EVIDENCE_S` from now at the latest."""
         deadline_ns = self._clock.mono_ns() + round(EVIDENCE_S * NS_PER_S)
         found: list[Evidence] = []
         self._each(
@@ -95,7 +95,7 @@ class MonitorGroup:
         return found
 
     def publish(self, generation: int) -> None:
-        """Write what they publish of *generation*, every `PUBLISH_S`.
+        """Write the published data of *generation*, every `PUBLISH_S`.
 
         In a thread: a control store may take seconds to answer.
         """
@@ -127,7 +127,7 @@ class MonitorGroup:
             for key, value in values.items():
                 self._control.store.put(key, value)
         except ControlStoreError as exc:
-            log.debug("what monitors publish is not in the control store: %s", exc)
+            log.debug("the data of monitors could not be published: %s", exc)
 
     def close(self) -> None:
         """End their threads and processes."""

@@ -9,7 +9,7 @@ import pytest
 from support.monitors import report_of, suspects_of
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
-from gpuops.agent.monitors.plugins import LINES_A_LOOK, LINES_MAX, PluginMonitor, read_verdict
+from gpuops.agent.monitors.plugins import LINES_MAX, LINES_PER_POLL, PluginMonitor, read_verdict
 from gpuops.incident.decision import ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 
@@ -126,7 +126,7 @@ def test_what_is_no_verdict_is_told_once_and_does_nothing(line, caplog):
         assert report_of(stand.sentry) is None
 
     (told,) = caplog.messages
-    assert told.startswith("detector one is of no use: ")
+    assert told.startswith("detector one failed: ")
     assert len(told) < 700
 
 
@@ -134,7 +134,7 @@ def test_one_that_says_too_much_is_ended_and_the_other_is_heard():
     stand = Stand()
     for _ in range(LINES_MAX + 10):
         stand.one.say(nonsense=True)
-    for _ in range(LINES_MAX // LINES_A_LOOK):
+    for _ in range(LINES_MAX // LINES_PER_POLL):
         assert report_of(stand.sentry) is None
 
     assert stand.one.is_closed

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from gpuops.agent.monitors.gpu_memory import WAIT_MAX_S, GpuMemoryGate
-from gpuops.agent.monitors.preflight import FIRST_LOOK_S, STALE_S, HealthPreflight, PreflightResult
+from gpuops.agent.monitors.preflight import BASELINE_S, STALE_S, HealthPreflight, PreflightResult
 from gpuops.host.clock import FakeClock
 
 GIB = 2**30
@@ -113,7 +113,7 @@ def test_an_nvml_that_is_slow_to_start_is_given_a_moment():
     stand.checks[0].given = WELL
 
     assert stand.result().passed
-    assert len(stand.waits) == FIRST_LOOK_S
+    assert len(stand.waits) == BASELINE_S
 
 
 def test_a_sick_node_does_not_join():

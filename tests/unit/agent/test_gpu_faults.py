@@ -26,8 +26,8 @@ def test_only_hardware_ends_a_run_and_what_applications_cause_blames_nobody(code
     known_from_the_log_alone = code in NVLINK5 and source is XidSource.NVML
     ends = kind.xid_class is XidClass.HARDWARE and not known_from_the_log_alone
     assert (fault.ends, fault.blames_node) == (ends, ends)
-    assert str(code) in fault.words
-    assert kind.name in fault.words
+    assert str(code) in fault.text
+    assert kind.name in fault.text
     if kind.xid_class is XidClass.APPLICATION:
         assert fault.suggests is FailureClass.GPU_ILLEGAL_ACCESS
         assert fault.side is Side.USER

@@ -166,7 +166,7 @@ def test_two_at_once_are_one_report():
 
     assert set(report.culprits) == {entity(1), entity(2), NODE}
     assert report.failure_class is FailureClass.GPU_FELL_OFF_BUS
-    assert "the driver calls the GPU lost on GPU 2" in report.how
+    assert "the driver reports the GPU lost on GPU 2" in report.how
 
 
 @pytest.mark.parametrize("code", [13, 31, 43, 45, 63, 94, 154, 999])

@@ -54,7 +54,7 @@ class Job:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(self.now_s + 1.0, end_s)
-            hang = self.judge.look(self.ns)
+            hang = self.judge.judge(self.ns)
             if hang is not None:
                 return hang
         return None
@@ -253,7 +253,7 @@ def test_an_agent_that_was_stopped_itself_does_not_blame_its_workers():
     job = Job().steps(20)
     job.now_s += 3600
 
-    assert job.judge.look(job.ns) is None
+    assert job.judge.judge(job.ns) is None
     assert job.hang_after() == 61
 
 

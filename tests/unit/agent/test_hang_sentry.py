@@ -1,4 +1,4 @@
-"""The sentry: suspicion, evidence from a thread, one report; with eyes and a clock of the test."""
+"""The sentry: suspicion, evidence from a thread, one report; with a fake reader and clock."""
 
 import threading
 
@@ -22,8 +22,8 @@ WAITS = StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "all_redu
 SLEEPS = StackFrame("/job/train.py", 40, "lost")
 
 
-class FakeEyes:
-    """Sees what the test says: by rank a state and frames, or a list of frames, one a look."""
+class FakeReader:
+    """Returns by rank a state and frames, or a list of frames, one for each sample."""
 
     def __init__(self, **ranks):
         self.ranks = {int(name[1:]): seen for name, seen in ranks.items()}
@@ -32,7 +32,7 @@ class FakeEyes:
         self.files = set()
         self.asked = []
 
-    def look(self, pid):
+    def inspect(self, pid):
         self.blocked.wait()
         state = self.ranks[pid - 100][0]
         return None if state is None else ProcessLook(state=state, cpu_s=1.0)
@@ -52,23 +52,23 @@ class FakeEyes:
     def source_line(self, path, line):
         return "time.sleep(9)"
 
-    def is_there(self, path):
+    def exists(self, path):
         return path in self.files
 
 
 class Node:
     """A node with two workers and a sentry."""
 
-    def __init__(self, tmp_path, eyes, timeout_s=10.0, **env):
+    def __init__(self, tmp_path, reader, timeout_s=10.0, **env):
         self.clock = FakeClock()
         self.seq = 0
         self.sentry = HangMonitor(
             self.clock,
             timeout_s,
             env,
-            eyes=eyes,
+            reader=reader,
             pause=lambda _s: None,
-            state=lambda pid: eyes.ranks[pid - 100][0],
+            state=lambda pid: reader.ranks[pid - 100][0],
         )
         self.watched = MonitoredAttempt(
             generation=4,
@@ -122,7 +122,7 @@ def _threads():
 
 
 def stuck():
-    return FakeEyes(r0=("S", WAITS), r1=("S", SLEEPS))
+    return FakeReader(r0=("S", WAITS), r1=("S", SLEEPS))
 
 
 def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
@@ -160,8 +160,8 @@ def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
     ],
 )
 def test_the_systems_word_decides_the_class(tmp_path, state, failure_class, blames, side):
-    eyes = FakeEyes(r0=("S", WAITS), r1=(state, WAITS))
-    node = Node(tmp_path, eyes).steps(8)
+    reader = FakeReader(r0=("S", WAITS), r1=(state, WAITS))
+    node = Node(tmp_path, reader).steps(8)
     report = node.silence(11) or node.report()
 
     assert (report.failure_class, report.blames_node, report.side) == (failure_class, blames, side)
@@ -170,8 +170,8 @@ def test_the_systems_word_decides_the_class(tmp_path, state, failure_class, blam
 
 
 def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_said_it_was_doing(tmp_path):
-    eyes = FakeEyes(r0=("S", WAITS), r1=("T", WAITS))
-    node = Node(tmp_path, eyes).steps(2).steps(1, ranks=(1,), phase=WorkerPhase.CHECKPOINT)
+    reader = FakeReader(r0=("S", WAITS), r1=("T", WAITS))
+    node = Node(tmp_path, reader).steps(2).steps(1, ranks=(1,), phase=WorkerPhase.CHECKPOINT)
     assert node.silence(10) is None
     report = node.report()
 
@@ -180,7 +180,7 @@ def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_said_it_was_doing(tm
 
 
 def test_workers_that_have_all_ended_are_no_hang(tmp_path):
-    node = Node(tmp_path, FakeEyes(r0=(None, WAITS), r1=("Z", WAITS))).steps(8)
+    node = Node(tmp_path, FakeReader(r0=(None, WAITS), r1=("Z", WAITS))).steps(8)
     node.silence(11)
     node.gathered()
 
@@ -188,7 +188,7 @@ def test_workers_that_have_all_ended_are_no_hang(tmp_path):
 
 
 def test_a_node_that_only_waits_lets_others_speak_first(tmp_path):
-    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("S", WAITS))).steps(8)
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=("S", WAITS))).steps(8)
     node.silence(11)
     node.gathered()
 
@@ -199,14 +199,14 @@ def test_a_node_that_only_waits_lets_others_speak_first(tmp_path):
 
 
 def test_evidence_that_does_not_come_holds_nothing_up(tmp_path):
-    eyes = stuck()
-    eyes.blocked.clear()
-    node = Node(tmp_path, eyes).steps(8)
+    reader = stuck()
+    reader.blocked.clear()
+    node = Node(tmp_path, reader).steps(8)
     node.silence(11)
     assert node.silence(EVIDENCE_S - 1) is None
     report = node.silence(HOLD_S + 2)
     late = evidence_of(node.sentry, node.clock, 0.0)
-    eyes.blocked.set()
+    reader.blocked.set()
     node.gathered()
 
     assert report.culprits == ()
@@ -224,7 +224,7 @@ def test_ranks_that_go_on_after_all_are_no_hang(tmp_path):
 
 def moving():
     frames = [StackFrame("/job/eval.py", line, "evaluate") for line in range(500)]
-    return FakeEyes(r0=("R", frames), r1=("S", WAITS))
+    return FakeReader(r0=("R", frames), r1=("S", WAITS))
 
 
 def test_a_learned_limit_is_not_held_against_who_is_seen_at_work(tmp_path, caplog):
@@ -297,13 +297,13 @@ def test_a_bug_of_ours_ends_the_watch_and_not_the_run(tmp_path, caplog):
     node.sentry._judge = None
 
     assert node.silence(3) is None
-    assert caplog.text.count("watching for hangs failed") == 1
+    assert caplog.text.count("hang detection failed") == 1
 
 
 def test_evidence_tells_what_every_rank_does_and_where_more_is(tmp_path):
-    eyes = stuck()
-    eyes.files = {"/dumps/nccl_1"}
-    node = Node(tmp_path, eyes, TORCH_FR_DUMP_TEMP_FILE="/dumps/nccl_").steps(8)
+    reader = stuck()
+    reader.files = {"/dumps/nccl_1"}
+    node = Node(tmp_path, reader, TORCH_FR_DUMP_TEMP_FILE="/dumps/nccl_").steps(8)
     node.silence(11)
     node.report()
     first, second = evidence_of(node.sentry, node.clock, 5.0)
@@ -328,12 +328,12 @@ def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
 
 
 def test_only_workers_that_said_so_are_asked_for_a_dump(tmp_path):
-    eyes = stuck()
-    node = Node(tmp_path, eyes).steps(8)
+    reader = stuck()
+    node = Node(tmp_path, reader).steps(8)
     node.silence(11)
     node.report()
 
-    assert eyes.asked == []  # their rings say nothing of SIGUSR2
+    assert reader.asked == []  # their rings say nothing of SIGUSR2
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_only_workers_that_said_so_are_asked_for_a_dump(tmp_path):
 def test_a_process_that_outlives_its_program_is_told_of_once_and_not_ended(
     tmp_path, caplog, states, said
 ):
-    eyes = FakeEyes(r0=(states[0], WAITS), r1=(states[1], WAITS))
-    node = Node(tmp_path, eyes, timeout_s=None).steps(9).steps(1, phase=WorkerPhase.FINISHED)
+    reader = FakeReader(r0=(states[0], WAITS), r1=(states[1], WAITS))
+    node = Node(tmp_path, reader, timeout_s=None).steps(9).steps(1, phase=WorkerPhase.FINISHED)
 
     assert node.silence(590) is None
     assert caplog.messages == []
@@ -359,7 +359,7 @@ def test_a_process_that_outlives_its_program_is_told_of_once_and_not_ended(
 
 
 def test_each_generation_is_told_of_its_own_lingering_processes(tmp_path, caplog):
-    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("S", WAITS)), timeout_s=None)
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=("S", WAITS)), timeout_s=None)
     for generation in (0, 1):
         node.sentry.begin(node.watched)
         node.steps(9).steps(1, phase=WorkerPhase.FINISHED).silence(700)
@@ -367,7 +367,7 @@ def test_each_generation_is_told_of_its_own_lingering_processes(tmp_path, caplog
 
 
 def test_while_another_rank_trains_the_one_that_stays_is_told_of_too(tmp_path, caplog):
-    node = Node(tmp_path, FakeEyes(r0=("S", WAITS), r1=("R", WAITS)), timeout_s=None).steps(9)
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=("R", WAITS)), timeout_s=None).steps(9)
     node.steps(1, ranks=(0,), phase=WorkerPhase.FINISHED).steps(700, ranks=(1,))
 
     (line,) = caplog.messages

@@ -123,7 +123,7 @@ def test_a_failure_of_gpuops_is_no_failure_of_the_node(exit_code, output):
 
     assert result.passed
     how = f"exit code {exit_code}" if exit_code >= 0 else f"ended by signal {-exit_code}"
-    assert result.reason == f"the health check gave no verdict ({how}: gpuops: no such suite)"
+    assert result.reason == f"the health check gave no result ({how}: gpuops: no such suite)"
 
 
 @pytest.mark.parametrize("key", ["entity", "status", "failure_class", "message"])

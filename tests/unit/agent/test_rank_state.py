@@ -28,10 +28,12 @@ def facts(*samples, line=None):
 
 
 def sample(at_s=0.0, state="S", cpu_s=0.0, io=0, wchan=None, **seen):
-    look = None
+    process = None
     if state is not None:
-        look = ProcessLook(state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",))
-    return WorkerSample(at_s=at_s, look=look, **seen)
+        process = ProcessLook(
+            state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",)
+        )
+    return WorkerSample(at_s=at_s, process=process, **seen)
 
 
 def at(*frames, line=None):
@@ -175,7 +177,7 @@ def test_who_is_elsewhere_at_the_next_look_is_at_work():
     still = judge_rank(facts(sample(0.0, spied=first), sample(0.3, spied=first)))
 
     assert (moved.is_moving, still.is_moving) == (True, False)
-    assert moved.how.endswith("it moved between looks")
+    assert moved.how.endswith("it moved between samples")
 
 
 def test_the_words_of_two_sources_are_not_compared():
@@ -201,5 +203,5 @@ def test_nothing_seen_is_said_to_be_unknown():
     assert judge_rank(RankFacts(target=TARGET)).how == "could not be inspected"
     silent = judge_rank(facts(sample(0.0, wchan="futex_wait")))
     assert silent.state is RankState.UNKNOWN
-    assert silent.how == "did not show its stack; the kernel has it in futex_wait"
-    assert at().how == "has no Python frame in sight"
+    assert silent.how == "has no readable stack; it waits in the kernel in futex_wait"
+    assert at().how == "has no Python frame"

@@ -15,7 +15,7 @@ S = 1_000_000_000
 def test_a_rank_counts_from_the_first_look_that_found_it_stopped():
     ranks = StoppedRanks()
     for second in range(6):
-        ranks.look({0: "T", 1: "S"}, second * S)
+        ranks.update({0: "T", 1: "S"}, second * S)
 
     assert ranks.longer_than(5, 5 * S) == {0: 5.0}
     assert ranks.longer_than(6, 5 * S) == {}
@@ -24,7 +24,7 @@ def test_a_rank_counts_from_the_first_look_that_found_it_stopped():
 def test_one_that_goes_on_in_between_starts_anew():
     ranks = StoppedRanks()
     for second, state in enumerate("TTTSTT"):
-        ranks.look({0: state}, second * S)
+        ranks.update({0: state}, second * S)
 
     assert ranks.longer_than(2, 5 * S) == {}
     assert ranks.longer_than(1, 5 * S) == {0: 1.0}
@@ -32,15 +32,15 @@ def test_one_that_goes_on_in_between_starts_anew():
 
 def test_an_agent_that_was_stopped_itself_blames_nobody_for_that_time():
     ranks = StoppedRanks()
-    ranks.look({0: "T"}, 0)
-    ranks.look({0: "T"}, 100 * S)
+    ranks.update({0: "T"}, 0)
+    ranks.update({0: "T"}, 100 * S)
 
     assert ranks.longer_than(1, 100 * S) == {}
 
 
 def test_a_debugger_is_left_alone_and_a_gone_process_is_none():
     ranks = StoppedRanks()
-    ranks.look({0: "t", 1: None}, 0)
+    ranks.update({0: "t", 1: None}, 0)
 
     assert ranks.longer_than(0, 10 * S) == {}
 
@@ -48,7 +48,7 @@ def test_a_debugger_is_left_alone_and_a_gone_process_is_none():
 def test_looks_are_a_second_apart():
     ranks = StoppedRanks()
     assert ranks.is_due(0)
-    ranks.look({}, 0)
+    ranks.update({}, 0)
 
     assert not ranks.is_due(S // 2)
     assert ranks.is_due(S)

@@ -1,6 +1,6 @@
-"""Watches a node's workers for hangs: judges beats, gathers evidence beside, reports once.
+"""Watches a node's workers for hangs: judges heartbeats, collects evidence, reports once.
 
-Nothing here waits: evidence comes in from a thread, and a look only asks whether it is there.
+Nothing here waits: a thread collects the evidence, and a poll only checks whether it is complete.
 """
 
 import logging
@@ -12,8 +12,8 @@ from gpuops.agent.elastic.workers import Worker
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import (
     EVIDENCE_S,
-    LONG_LOOKS_S,
-    LOOKS_S,
+    LONG_SAMPLES_S,
+    SAMPLES_S,
     EvidenceCollector,
     EvidenceTarget,
     SystemEvidenceReader,
@@ -41,24 +41,24 @@ from gpuops.wire.ring import Beat, WorkerFlag
 
 log = logging.getLogger(__name__)
 
-# A node whose ranks only wait lets the one speak first that has the cause, or has work to show.
+# A node whose ranks only wait delays its report, so that the node with the cause reports first.
 HOLD_S = 3.0
 NAMED_MAX = 8
 _GONE = frozenset({None, "Z", "X"})
-# Ranks seen at work are looked at again after as long as they have been silent, and this at least.
-LOOK_AGAIN_S = 30.0
+# Ranks found at work are judged again after as long as they have been silent, and at least this.
+RECHECK_S = 30.0
 
 
 @dataclass(slots=True)
 class _OpenHang:
     hang: HangFinding
     since_ns: int
-    gathering: EvidenceCollector
+    collector: EvidenceCollector
     done_ns: int | None = None
 
 
 class HangMonitor(Monitor):
-    """One for the whole run: what it learns of the job lasts over restarts.
+    """One for the whole run: the learned limits last across restarts.
 
     *timeout_s* is ``--hang-timeout``: None to learn, 0 for off.
     """
@@ -71,7 +71,7 @@ class HangMonitor(Monitor):
         timeout_s: float | None,
         env: Mapping[str, str],
         *,
-        eyes: SystemEvidenceReader | None = None,
+        reader: SystemEvidenceReader | None = None,
         pause: Callable[[float], object] = time.sleep,
         state: Callable[[int], str | None] = state_of,
     ) -> None:
@@ -80,12 +80,12 @@ class HangMonitor(Monitor):
         self._is_on = timeout_s != 0
         self._is_learned = timeout_s is None
         self._judge = HangJudge(limits_for(timeout_s or None, env))
-        self._eyes = eyes or SystemEvidenceReader(env.get("PATH"))
+        self._reader = reader or SystemEvidenceReader(env.get("PATH"))
         self._pause = pause
         self._state_of = state
         self._stopped = StoppedRanks()
         self._states: Mapping[int, str | None] = {}
-        self._has_said_lingering = False
+        self._has_warned = False
         self._watched: MonitoredAttempt | None = None
         self._open_hang: _OpenHang | None = None
         self._found: Suspicion | None = None
@@ -95,73 +95,73 @@ class HangMonitor(Monitor):
         """Watch a generation whose workers have just been started."""
         self._watched, self._open_hang, self._found = watched, None, None
         self._has_failed = False
-        self._stopped, self._states, self._has_said_lingering = StoppedRanks(), {}, False
+        self._stopped, self._states, self._has_warned = StoppedRanks(), {}, False
         self._judge.begin([worker.rank for worker in watched.workers], self._clock.mono_ns())
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
-        """Take in the beats, by rank, that the agent has just read."""
+        """Take in the heartbeats, by rank, that the agent has just read."""
         self._judge.feed(beats, self._clock.mono_ns())
-        self._stopped.heard(rank for rank, new in beats.items() if new)
+        self._stopped.clear(rank for rank, new in beats.items() if new)
 
     def poll(self) -> tuple[Suspicion, ...]:
-        """Return the hang there is, with its evidence or after `EVIDENCE_S` without."""
+        """Return the hang, if any, once its evidence is complete or `EVIDENCE_S` have passed."""
         if self._is_on and self._watched is not None and not (self._found or self._has_failed):
             try:
                 self._found = self._poll(self._watched, self._clock.mono_ns())
             except Exception:  # boundary: our bug must not end a run that trains
-                log.exception("watching for hangs failed; it is off for this generation")
+                log.exception("hang detection failed; it is off for this generation")
                 self._has_failed = True
         return () if self._found is None else (self._found,)
 
     def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:
-        """Return what the workers here do, gathered now unless it has been."""
+        """Return evidence on the workers here, collected now unless it has been before."""
         watched, open_hang = self._watched, self._open_hang
         if watched is None:
             return ()
         if open_hang is not None:
-            gathering = open_hang.gathering
+            collector = open_hang.collector
         else:
-            gathering = self._gathering(watched, LOOKS_S)
-            gathering.start()
-        gathering.wait(max(0.0, (deadline_ns - self._clock.mono_ns()) / NS))
-        verdicts = _verdicts(gathering)
-        blamed = self._blame(open_hang, verdicts).ranks if open_hang is not None else ()
+            collector = self._collector(watched, SAMPLES_S)
+            collector.start()
+        collector.wait(max(0.0, (deadline_ns - self._clock.mono_ns()) / NS))
+        diagnoses = _diagnoses(collector)
+        blamed = self._blame(open_hang, diagnoses).ranks if open_hang is not None else ()
         view = self._view(watched, self._clock.mono_ns())
-        return evidence_of(view, gathering.facts, verdicts, blamed)
+        return evidence_of(view, collector.facts, diagnoses, blamed)
 
     def close(self) -> None:
-        """Forget the workers; a thread that still gathers ends by itself."""
+        """Forget the workers; a thread that still collects evidence ends by itself."""
         self._watched = self._open_hang = None
 
     @property
     def is_suspicious(self) -> bool:
-        """Say whether something is being looked into; from any thread."""
+        """Return whether a possible hang is being investigated; from any thread."""
         return self._open_hang is not None
 
     def busy_for_s(self) -> float:
         """Return for how long ranks of other nodes may have to wait for ours, beyond a step.
 
-        For the other agents, who give it to `others_are_busy_for`.
+        The other agents pass it to `others_are_busy_for`.
         """
         return self._judge.busy_for_s(self._clock.mono_ns())
 
     def others_are_busy_for(self, seconds: float) -> None:
-        """Accept silence here for so long: another node's agent said that its ranks are busy."""
+        """Accept silence here for *seconds*: another node's agent reported that its ranks work."""
         if seconds > 0:
             self._judge.excuse_until(self._clock.mono_ns() + round(seconds * NS))
 
     def _poll(self, watched: MonitoredAttempt, now_ns: int) -> Suspicion | None:
-        hang = self._judge.look(now_ns) or self._stop(watched, now_ns)
+        hang = self._judge.judge(now_ns) or self._find_stopped(watched, now_ns)
         if hang is None:
             if self._open_hang is not None:
-                log.info("a suspected hang is none: the ranks go on")
+                log.info("a suspected hang has ended: the ranks make progress")
                 self._open_hang = None
             if self._judge.is_beatless(now_ns):
                 log.warning(
-                    "hangs cannot be judged: no rank has made an optimizer step that can be seen;"
-                    " gpuops.progress(step) makes them known"
+                    "hangs cannot be judged: no optimizer step of any rank was observed; call"
+                    " gpuops.progress(step) in the script to report steps"
                 )
-            self._tell_of_lingering(watched, now_ns)
+            self._warn_of_lingering(watched, now_ns)
             return None
         if self._open_hang is None:
             self._suspect(watched, hang, now_ns)
@@ -169,91 +169,93 @@ class HangMonitor(Monitor):
         self._open_hang.hang = hang
         return self._conclude(watched, self._open_hang, now_ns)
 
-    def _stop(self, watched: MonitoredAttempt, now_ns: int) -> HangFinding | None:
-        """Return the hang that stopped workers make, whatever phase they are in."""
+    def _find_stopped(self, watched: MonitoredAttempt, now_ns: int) -> HangFinding | None:
+        """Return the hang of stopped workers, whatever phase they are in."""
         if self._stopped.is_due(now_ns):
             self._states = {w.rank: self._state_of(w.pid) for w in watched.workers}
-            self._stopped.look(self._states, now_ns)
+            self._stopped.update(self._states, now_ns)
         limit_s = self._judge.limits.asked_s or STEP_FLOOR_S
         lasted_s = self._stopped.longer_than(limit_s, now_ns)
         return self._judge.stopped(lasted_s, limit_s, now_ns) if lasted_s else None
 
-    def _tell_of_lingering(self, watched: MonitoredAttempt, now_ns: int) -> None:
-        """Say once which programs have ended while their processes have not.
+    def _warn_of_lingering(self, watched: MonitoredAttempt, now_ns: int) -> None:
+        """Warn once of processes that remain after the end of their programs.
 
-        None is ended: it may be writing its last state.
+        They are not killed: one may be writing its last state.
         """
-        late = () if self._has_said_lingering else self._judge.long_finished(now_ns)
-        there = [
+        late = () if self._has_warned else self._judge.long_finished(now_ns)
+        alive = [
             w for w in watched.workers if w.rank in late and self._states.get(w.rank) not in _GONE
         ]
-        if not there:
+        if not alive:
             return
-        self._has_said_lingering = True
+        self._has_warned = True
         silences_s = self._judge.silences_s(now_ns)
         log.warning(
             "%s: the program ended %.0f s ago, the process has not, and the run waits for it;"
             " a thread or an exit handler may hang, and `py-spy dump --pid %d` shows where",
-            ", ".join(f"rank {w.rank} (pid {w.pid})" for w in there[:NAMED_MAX]),
-            min(silences_s[w.rank] for w in there),
-            there[0].pid,
+            ", ".join(f"rank {w.rank} (pid {w.pid})" for w in alive[:NAMED_MAX]),
+            min(silences_s[w.rank] for w in alive),
+            alive[0].pid,
         )
 
     def _suspect(self, watched: MonitoredAttempt, hang: HangFinding, now_ns: int) -> None:
-        gathering = self._gathering(watched, LONG_LOOKS_S if self._is_learned else LOOKS_S)
-        self._open_hang = _OpenHang(hang, now_ns, gathering)
-        gathering.start()
+        collector = self._collector(watched, LONG_SAMPLES_S if self._is_learned else SAMPLES_S)
+        self._open_hang = _OpenHang(hang, now_ns, collector)
+        collector.start()
 
-    def _gathering(self, watched: MonitoredAttempt, looks_s: Sequence[float]) -> EvidenceCollector:
+    def _collector(
+        self, watched: MonitoredAttempt, samples_s: Sequence[float]
+    ) -> EvidenceCollector:
         targets = [_target(worker) for worker in watched.workers]
-        return EvidenceCollector(targets, self._eyes, self._env, looks_s, pause=self._pause)
+        return EvidenceCollector(targets, self._reader, self._env, samples_s, pause=self._pause)
 
     def _conclude(
         self, watched: MonitoredAttempt, open_hang: _OpenHang, now_ns: int
     ) -> Suspicion | None:
-        if not open_hang.gathering.is_done and now_ns - open_hang.since_ns < EVIDENCE_S * NS:
+        if not open_hang.collector.is_done and now_ns - open_hang.since_ns < EVIDENCE_S * NS:
             return None
         open_hang.done_ns = open_hang.done_ns or now_ns
-        verdicts = _verdicts(open_hang.gathering)
-        found = self._blame(open_hang, verdicts)
-        if all(verdict.state is RankState.EXITED for verdict in verdicts.values()):
-            return None  # an end, not a hang; the agent sees to those
-        if self._acquits(open_hang.hang, found, verdicts, now_ns):
+        diagnoses = _diagnoses(open_hang.collector)
+        found = self._blame(open_hang, diagnoses)
+        if all(diagnosis.state is RankState.EXITED for diagnosis in diagnoses.values()):
+            return None  # an exit, not a hang; the agent handles those
+        if self._excuses(open_hang.hang, found, diagnoses, now_ns):
             self._open_hang = None
             return None
         if not found.ranks and now_ns - open_hang.done_ns < HOLD_S * NS:
             return None
-        return to_suspicion(self._view(watched, now_ns), open_hang.hang, found, verdicts)
+        return to_suspicion(self._view(watched, now_ns), open_hang.hang, found, diagnoses)
 
-    def _acquits(
+    def _excuses(
         self,
         hang: HangFinding,
         found: HangCulprits,
-        verdicts: Mapping[int, RankDiagnosis],
+        diagnoses: Mapping[int, RankDiagnosis],
         now_ns: int,
     ) -> bool:
-        """Accept a silence that was learned to be too long, where somebody is seen at work.
+        """Accept a silence beyond a learned limit while a rank is found at work.
 
-        It may be an evaluation that nobody announced. That holds up to the limit of a phase.
+        It may be an evaluation that the script did not label. Valid up to the limit of a phase.
         """
-        at_work = [rank for rank, verdict in verdicts.items() if verdict.is_moving]
+        at_work = [rank for rank, diagnosis in diagnoses.items() if diagnosis.is_moving]
         cap_s = self._judge.limits.factor * PHASE_FLOOR_S
         if not self._is_learned or not at_work or hang.silent_s >= cap_s:
             return False
-        if any(not verdicts[rank].is_moving for rank in found.ranks):
+        if any(not diagnoses[rank].is_moving for rank in found.ranks):
             return False
-        again_s = min(max(hang.silent_s, LOOK_AGAIN_S), cap_s - hang.silent_s)
+        again_s = min(max(hang.silent_s, RECHECK_S), cap_s - hang.silent_s)
         self._judge.excuse_until(now_ns + round(again_s * NS))
         log.warning(
-            "no step for %.0f s (limit %.0f s), but rank %d %s; looking again in %.0f s."
-            ' `with gpuops.phase("eval"):` would tell',
-            *(hang.silent_s, hang.limit_s, at_work[0], verdicts[at_work[0]].how, again_s),
+            "no step for %.0f s (limit %.0f s), but rank %d %s; next check in %.0f s."
+            ' Label long phases with `with gpuops.phase("eval"):`',
+            *(hang.silent_s, hang.limit_s, at_work[0], diagnoses[at_work[0]].how, again_s),
         )
         return True
 
-    def _blame(self, open_hang: _OpenHang, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits:
-        finished = [rank for rank in self._judge.finished if rank in verdicts]
-        running = {rank: v for rank, v in verdicts.items() if rank not in finished}
+    def _blame(self, open_hang: _OpenHang, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits:
+        finished = [rank for rank in self._judge.finished if rank in diagnoses]
+        running = {rank: v for rank, v in diagnoses.items() if rank not in finished}
         return blame(open_hang.hang, running, finished)
 
     def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
@@ -264,8 +266,8 @@ class HangMonitor(Monitor):
         )
 
 
-def _verdicts(gathering: EvidenceCollector) -> dict[int, RankDiagnosis]:
-    return {rank: judge_rank(facts) for rank, facts in gathering.facts.items()}
+def _diagnoses(collector: EvidenceCollector) -> dict[int, RankDiagnosis]:
+    return {rank: judge_rank(facts) for rank, facts in collector.facts.items()}
 
 
 def _target(worker: Worker) -> EvidenceTarget:

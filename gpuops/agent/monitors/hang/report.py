@@ -1,4 +1,4 @@
-"""Who causes a hang, and what a node reports of it: a suspicion, and evidence to read; pure."""
+"""Which ranks cause a hang, and the node's report: a suspicion and evidence; pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,12 @@ from gpuops.log import printable
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side
 from gpuops.scrub import scrub, scrub_lines
 
-# Which state names its ranks before any other, and what it is then.
-_PLAIN = (
-    (
-        RankState.D_STATE,
-        FailureClass.HANG_D_STATE,
-        Side.INFRA,
-        Confidence.CONFIRMED,
-    ),
-    (
-        RankState.STOPPED,
-        FailureClass.HANG_STOPPED,
-        Side.EXTERNAL,
-        Confidence.CONFIRMED,
-    ),
-    (
-        RankState.GIL_HELD,
-        FailureClass.HANG_GIL_HELD,
-        Side.AMBIGUOUS,
-        Confidence.PROBABLE,
-    ),
-    (
-        RankState.EXITED,
-        FailureClass.USER_EARLY_EXIT,
-        Side.AMBIGUOUS,
-        Confidence.PROBABLE,
-    ),
+# States whose ranks are to blame regardless of their steps, in the order of precedence.
+_DECISIVE = (
+    (RankState.D_STATE, FailureClass.HANG_D_STATE, Side.INFRA, Confidence.CONFIRMED),
+    (RankState.STOPPED, FailureClass.HANG_STOPPED, Side.EXTERNAL, Confidence.CONFIRMED),
+    (RankState.GIL_HELD, FailureClass.HANG_GIL_HELD, Side.AMBIGUOUS, Confidence.PROBABLE),
+    (RankState.EXITED, FailureClass.USER_EARLY_EXIT, Side.AMBIGUOUS, Confidence.PROBABLE),
 )
 FRAMES_SHOWN = 20
 LINE_CHARS = 400
@@ -48,7 +28,7 @@ LINE_CHARS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangCulprits:
-    """What was found; no ``ranks`` where nobody here can be named."""
+    """The ranks that cause a hang, and its class; no ``ranks`` where none here is to blame."""
 
     ranks: tuple[int, ...]
     failure_class: FailureClass
@@ -59,40 +39,40 @@ class HangCulprits:
 
 def class_of(state: RankState) -> FailureClass:
     """Return the class of one rank's part in a hang."""
-    plain = {known: failure_class for known, failure_class, _, _ in _PLAIN}
     if state.waits_for_others:
         return FailureClass.HANG_COLLECTIVE
-    return plain.get(state, FailureClass.HANG_NO_PROGRESS)
+    classes = {known: failure_class for known, failure_class, _, _ in _DECISIVE}
+    return classes.get(state, FailureClass.HANG_NO_PROGRESS)
 
 
 def blame(
     hang: HangFinding,
-    verdicts: Mapping[int, RankDiagnosis],
+    diagnoses: Mapping[int, RankDiagnosis],
     finished: Sequence[int] = (),
 ) -> HangCulprits:
-    """Return who is to blame for *hang*.
+    """Return the ranks to blame for *hang*.
 
-    In this order: what the kernel says, a witness, steps and silence, places in code; ranks that
-    had *finished* where the others still wait for somebody.
+    In the order of precedence: process states, the interpreter lock, steps and silence, positions
+    in code; ranks that have *finished* where the others still wait.
     """
-    for state, failure_class, side, confidence in _PLAIN:
-        ranks = tuple(sorted(r for r, verdict in verdicts.items() if verdict.state is state))
+    for state, failure_class, side, confidence in _DECISIVE:
+        ranks = tuple(sorted(r for r, diagnosis in diagnoses.items() if diagnosis.state is state))
         if ranks:
             return HangCulprits(
                 ranks=ranks,
                 failure_class=failure_class,
                 side=side,
                 confidence=confidence,
-                why=verdicts[ranks[0]].how,
+                why=diagnoses[ranks[0]].how,
             )
-    return _by_progress(hang, verdicts) or _by_absence(finished)
+    return _by_progress(hang, diagnoses) or _by_absence(finished)
 
 
-def _by_progress(hang: HangFinding, verdicts: Mapping[int, RankDiagnosis]) -> HangCulprits | None:
-    """Blame who is behind; else who is somewhere else than in a collective."""
-    elsewhere = sorted(r for r, v in verdicts.items() if v.state is RankState.IN_USER_CODE)
-    behind = [rank for rank in hang.lagging if rank in verdicts]
-    # One that waits in a collective is behind because another never came to it.
+def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits | None:
+    """Blame the ranks that are behind; else those that are not in a collective."""
+    elsewhere = sorted(r for r, v in diagnoses.items() if v.state is RankState.IN_USER_CODE)
+    behind = [rank for rank in hang.lagging if rank in diagnoses]
+    # A rank that waits in a collective is behind because another rank never joined it.
     named = [rank for rank in behind if rank in elsewhere] or elsewhere or behind
     if not named:
         return None
@@ -101,7 +81,7 @@ def _by_progress(hang: HangFinding, verdicts: Mapping[int, RankDiagnosis]) -> Ha
         failure_class=FailureClass.HANG_NO_PROGRESS,
         side=Side.AMBIGUOUS,
         confidence=Confidence.PROBABLE,
-        why=verdicts[named[0]].how,
+        why=diagnoses[named[0]].how,
     )
 
 
@@ -112,19 +92,19 @@ def _by_absence(finished: Sequence[int]) -> HangCulprits:
             failure_class=FailureClass.USER_EARLY_EXIT,
             side=Side.AMBIGUOUS,
             confidence=Confidence.PROBABLE,
-            why="had come to the end of its program",
+            why="had finished its program",
         )
     return HangCulprits(
         ranks=(),
         failure_class=FailureClass.HANG_COLLECTIVE,
         side=Side.AMBIGUOUS,
         confidence=Confidence.SYMPTOM_ONLY,
-        why="all wait for other ranks, and none of them is behind",
+        why="all wait for other ranks, and none is behind",
     )
 
 
 def sentence(hang: HangFinding, found: HangCulprits) -> str:
-    """Return one sentence: who, where they stand, for how long and against which limit."""
+    """Return one sentence: the ranks, their step and activity, the silence and its limit."""
     ranks = found.ranks or tuple(sorted(hang.steps))
     step = next((hang.steps[r] for r in ranks if hang.steps.get(r) is not None), hang.step)
     where = "no step known" if step is None else f"last step {step}"
@@ -140,7 +120,7 @@ def sentence(hang: HangFinding, found: HangCulprits) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHangView:
-    """The generation on this node, and how far its ranks have come."""
+    """The generation on this node, with the steps and silences of its ranks."""
 
     watched: MonitoredAttempt
     steps: Mapping[int, int | None]
@@ -151,9 +131,9 @@ def to_suspicion(
     view: NodeHangView,
     hang: HangFinding,
     found: HangCulprits,
-    verdicts: Mapping[int, RankDiagnosis],
+    diagnoses: Mapping[int, RankDiagnosis],
 ) -> Suspicion:
-    """Return *hang* as what ends the generation; *found* says who is to blame."""
+    """Return *hang* as a suspicion that ends the generation; *found* are the ranks to blame."""
     node = view.watched.node
     entity, *also = [_rank(rank) for rank in found.ranks] or [Entity(EntityKind.NODE, node)]
     return Suspicion(
@@ -170,15 +150,15 @@ def to_suspicion(
         side=found.side,
         kind=ReportKind.HANG,
         ends=tuple(
-            _end(view, worker, verdicts[worker.rank], found)
+            _end(view, worker, diagnoses[worker.rank], found)
             for worker in sorted(view.watched.workers, key=lambda w: w.rank)
-            if worker.rank in verdicts
+            if worker.rank in diagnoses
         ),
     )
 
 
 def _end(
-    view: NodeHangView, worker: Worker, verdict: RankDiagnosis, found: HangCulprits
+    view: NodeHangView, worker: Worker, diagnosis: RankDiagnosis, found: HangCulprits
 ) -> RankEnd:
     is_blamed = worker.rank in found.ranks
     log_path = worker.files.stacks or worker.files.stderr
@@ -188,10 +168,10 @@ def _end(
         rank=worker.rank,
         local_rank=worker.local_rank,
         role=Role.ROOT if is_blamed else Role.SYMPTOM,
-        failure_class=found.failure_class if is_blamed else class_of(verdict.state),
+        failure_class=found.failure_class if is_blamed else class_of(diagnosis.state),
         side=found.side if is_blamed else Side.AMBIGUOUS,
         step=view.steps.get(worker.rank),
-        summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{verdict.how}"),
+        summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{diagnosis.how}"),
         log_path=None if log_path is None else str(log_path),
     )
 
@@ -199,26 +179,26 @@ def _end(
 def evidence_of(
     view: NodeHangView,
     facts: Mapping[int, RankFacts],
-    verdicts: Mapping[int, RankDiagnosis],
+    diagnoses: Mapping[int, RankDiagnosis],
     blamed: Collection[int],
 ) -> tuple[Evidence, ...]:
-    """Return what each rank was seen to do, those that are *blamed* first."""
-    order = sorted(verdicts, key=lambda rank: (rank not in blamed, rank))
-    return tuple(_of_rank(view, facts[rank], verdicts[rank], rank in blamed) for rank in order)
+    """Return one item of evidence for each rank, those that are *blamed* first."""
+    order = sorted(diagnoses, key=lambda rank: (rank not in blamed, rank))
+    return tuple(_of_rank(view, facts[rank], diagnoses[rank], rank in blamed) for rank in order)
 
 
 def _of_rank(
-    view: NodeHangView, facts: RankFacts, verdict: RankDiagnosis, is_blamed: bool
+    view: NodeHangView, facts: RankFacts, diagnosis: RankDiagnosis, is_blamed: bool
 ) -> Evidence:
     rank, step = facts.target.rank, view.steps.get(facts.target.rank)
     where = "no step known" if step is None else f"last step {step}"
     silent = f", silent for {view.silences_s[rank]:.0f} s" if rank in view.silences_s else ""
-    text = f"rank {rank} (pid {facts.target.pid}; {where}{silent}) {verdict.how}"
+    text = f"rank {rank} (pid {facts.target.pid}; {where}{silent}) {diagnosis.how}"
     if facts.recorder_path is not None:
         text += f"; torch's flight recorder left {facts.recorder_path}"
-    lines = [str(frame) for frame in verdict.frames[:FRAMES_SHOWN]]
-    lines += [f"kernel: {line}" for line in verdict.kernel_stack[:FRAMES_SHOWN]]
-    has_file = verdict.state is not RankState.EXITED and any(s.dumped for s in facts.samples)
+    lines = [str(frame) for frame in diagnosis.frames[:FRAMES_SHOWN]]
+    lines += [f"kernel: {line}" for line in diagnosis.kernel_stack[:FRAMES_SHOWN]]
+    has_file = diagnosis.state is not RankState.EXITED and any(s.dumped for s in facts.samples)
     return Evidence(
         role=Role.ROOT if is_blamed else Role.SYMPTOM,
         text=_clean(text),

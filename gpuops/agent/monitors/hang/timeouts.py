@@ -1,11 +1,11 @@
 """How long a rank may be silent: a limit for each kind of phase, learned from this run.
 
-One time-out for everything is either too long for a step or too short for a checkpoint. What has
-been learned lasts for the run, over its restarts. Times are seconds.
+A single timeout is either too long for a step or too short for a checkpoint. Learned limits last
+for the run, across restarts. Times are seconds.
 
 The floors: a step takes seconds and a stall of a shared file system under a minute, hence 60 s;
-compilation, loading and evaluation take minutes, and torch's own time-out for a gloo or NCCL
-collective ends what hangs in them after 10 to 30 minutes at the latest, hence 600 s.
+compilation, loading and evaluation take minutes, and torch's own timeout of a gloo or NCCL
+collective ends a hang in them after 10 to 30 minutes, hence 600 s.
 """
 
 import math
@@ -23,7 +23,7 @@ STEPS_MIN = 5
 # The first gaps between steps hold compilation, autotuning, lazy initialisation.
 WARM_UP = 2
 KEPT = 1024
-# torchft repairs its groups in the process, which takes as long as its own time-outs.
+# torchft repairs its groups in the process, which takes as long as its own timeouts.
 TORCHFT_FACTOR = 10.0
 
 FIRST_STEP = "first step"
@@ -41,7 +41,7 @@ class BeatGaps:
     _p99_of: int = 0
 
     def add(self, gap_s: float) -> None:
-        """Take the next gap in."""
+        """Take in the next gap."""
         self.seen += 1
         if self.seen <= WARM_UP:
             return
@@ -50,12 +50,12 @@ class BeatGaps:
 
     @property
     def suffice(self) -> bool:
-        """Say whether there are enough to judge by."""
+        """Return whether there are enough for a limit."""
         return self.seen >= STEPS_MIN
 
     @property
     def p99_s(self) -> float:
-        """Return the 99th percentile of the newest; looked up anew after each 5 % more of them."""
+        """Return the 99th percentile of the newest; recomputed after each 5 % more of them."""
         if self.seen - self._p99_of > 0.05 * len(self._newest):
             ordered = sorted(self._newest)
             self._p99_s = ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
@@ -67,8 +67,8 @@ class BeatGaps:
 class HangTimeouts:
     """The limits of one run.
 
-    ``asked_s`` is the limit for a step that the user asked for, None to learn it; *factor* raises
-    what is learned and the floors.
+    ``asked_s`` is the limit for a step that the user has set, None to learn it; *factor* scales
+    the learned limits and the floors.
     """
 
     asked_s: float | None = None
@@ -79,7 +79,7 @@ class HangTimeouts:
     _phases: dict[tuple[WorkerPhase, str], float] = field(default_factory=dict)
 
     def begin_attempt(self) -> None:
-        """Let what the last attempt's first steps took count: all ranks have made theirs."""
+        """Use the first steps of the last attempt from now on: all ranks have made theirs."""
         if self._first_step_now_s > 0:
             self._first_step_s = max(self._first_step_s or 0.0, self._first_step_now_s)
             self._first_step_now_s = 0.0
@@ -89,7 +89,7 @@ class HangTimeouts:
         self._first_step_now_s = max(self._first_step_now_s, took_s)
 
     def learn_step(self, rank: int, gap_s: float) -> None:
-        """Take in the time between two steps of *rank* with nothing else between them."""
+        """Take in the time between two consecutive steps of *rank*."""
         self._steps.setdefault(rank, BeatGaps()).add(gap_s)
 
     def learn_phase(self, phase: WorkerPhase, name: str, took_s: float) -> None:
@@ -107,7 +107,7 @@ class HangTimeouts:
     def step(self, rank: int, made: int) -> float:
         """Return the limit for a step of *rank*, which has *made* some in this generation.
 
-        A rank that has made few may be compiling still, however much is known of earlier ones.
+        A rank that has made few may still be compiling, however many earlier steps are known.
         """
         if self.asked_s is not None:
             return self.asked_s
@@ -128,7 +128,7 @@ class HangTimeouts:
         return max(learned_s, self.asked_s or 0.0)
 
     def end(self) -> float:
-        """Return how long a worker may take to end once its program has raised."""
+        """Return the limit for a worker's exit after an uncaught exception."""
         return max(self.factor * STEP_FLOOR_S, self.asked_s or 0.0)
 
     def _others(self) -> list[BeatGaps]:
@@ -136,6 +136,6 @@ class HangTimeouts:
 
 
 def limits_for(asked_s: float | None, env: Mapping[str, str]) -> HangTimeouts:
-    """Return the limits of a run that has not begun; *asked_s* is ``--hang-timeout``, if given."""
+    """Return the initial limits of a run; *asked_s* is ``--hang-timeout``, if given."""
     factor = TORCHFT_FACTOR if env.get("TORCHFT_LIGHTHOUSE") else 1.0
     return HangTimeouts(asked_s, factor)

@@ -1,6 +1,6 @@
-"""What others can see of an agent.
+"""The status that an agent publishes.
 
 `state.AgentState` is an immutable snapshot. `server` serves it as ``/metrics``, ``/state`` and
-``/healthz``, `published` writes it to the run directory and the control record, `console` keeps
-output working when its reader is gone.
+``/healthz``, `published` builds it for the run directory and the heartbeats, `console` keeps output
+working when its reader is gone.
 """

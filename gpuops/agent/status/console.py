@@ -1,8 +1,8 @@
 """Standard output and error of a job that outlives their reader.
 
 torch's threads that show the workers' lines each end in a traceback once a pipe is closed
-(``gpuops run … | head -1``). The lines are in the rank's files all the same, so what the console
-does not take is dropped.
+(``gpuops run … | head -1``). The lines are in the ranks' files in any case, so lines that the
+console does not accept are dropped.
 """
 
 import io
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 class DetachableFile(io.FileIO):
-    """The open descriptor *fd*; *lost* is called once, with the first error of a write to it."""
+    """The open descriptor *fd*; *on_error* is called once, with the first error of a write."""
 
-    def __init__(self, fd: int, lost: Callable[[OSError], None]) -> None:
+    def __init__(self, fd: int, on_error: Callable[[OSError], None]) -> None:
         super().__init__(fd, "w", closefd=False)
-        self._lost: Callable[[OSError], None] | None = lost
+        self._on_error: Callable[[OSError], None] | None = on_error
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Return how much was taken; all of it where it was dropped."""
+        """Return the number of bytes written; all of them where they were dropped."""
         try:
             return super().write(data)
         except OSError as exc:
-            lost, self._lost = self._lost, None
-            if lost is not None:
-                lost(exc)
+            on_error, self._on_error = self._on_error, None
+            if on_error is not None:
+                on_error(exc)
             return memoryview(data).nbytes
 
 
-def lasting(stream: io.TextIOWrapper, lost: Callable[[OSError], None]) -> io.TextIOWrapper:
-    """Return a stream, by whole lines, to where *stream* goes, that no reader can break."""
+def lasting(stream: io.TextIOWrapper, on_error: Callable[[OSError], None]) -> io.TextIOWrapper:
+    """Return a line-buffered stream to the file of *stream* whose writes never fail."""
     stream.flush()
-    buffer = io.BufferedWriter(DetachableFile(stream.fileno(), lost))
+    buffer = io.BufferedWriter(DetachableFile(stream.fileno(), on_error))
     return io.TextIOWrapper(
         buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True
     )

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _CLASSES_MAX = 100
 HEAD_BYTES_MAX = 8192
-REQUEST_S = 5.0  # for the whole of a request's head, however slowly it drips in
+REQUEST_S = 5.0  # for the complete head of a request, however slowly it arrives
 CONNECTIONS_MAX = 8
 _END = b"\r\n\r\n"
 _TEXT = "text/plain; charset=utf-8"
@@ -56,7 +56,7 @@ ReadState = Callable[[], AgentState]
 
 
 class _State(Collector):
-    """One state; its moments are judged at *now_ns*."""
+    """One state; ages are computed at *now_ns*."""
 
     def __init__(self, state: AgentState, now_ns: int) -> None:
         self._state = state
@@ -153,12 +153,12 @@ class _State(Collector):
         state = self._state
         yield GaugeMetricFamily(
             "gpuops_control_round_trip_seconds",
-            "Last round trip to the board, without the time it was asked to wait.",
+            "Last round trip to the control store, without the requested waiting time.",
             value=state.round_trip_s,
         )
         yield GaugeMetricFamily(
             "gpuops_control_silent_seconds",
-            "Seconds since the last round trip to the board.",
+            "Seconds since the last round trip to the control store.",
             value=self._seconds_since(state.control_ns),
         )
         yield CounterMetricFamily(
@@ -189,7 +189,7 @@ def _counter(
 
 
 class AgentServer:
-    """Serves the state that *read_state* returns, from threads of its own."""
+    """Serves the state that *read_state* returns, in separate threads."""
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class AgentServer:
 
     @property
     def port(self) -> int | None:
-        """Return the port that is listened on, None where nothing listens."""
+        """Return the port of the server, None where it is not running."""
         return None if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> Self:
-        """Begin to listen. A port or an address that cannot be had is a warning and no more."""
+        """Begin to listen. A port or an address that is not available is only a warning."""
         try:
             self._server = _Server(self._address, self._port, self._answer, self._request_s)
         except (OSError, ValueError, OverflowError) as exc:
@@ -240,7 +240,7 @@ class AgentServer:
             self._server = None
 
     def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """Return what *path* is answered with."""
+        """Return status, content type and body of the answer to *path*."""
         if path not in ("/healthz", "/state", "/metrics"):
             return HTTPStatus.NOT_FOUND, _TEXT, b"/healthz, /state or /metrics\n"
         state, now_ns = self._read_state(), self._clock.mono_ns()
@@ -254,8 +254,8 @@ class AgentServer:
 
 
 def _json(body: Json) -> bytes:
-    told: Any = scrub_value(body)
-    return json.dumps(envelope(SCHEMA, told)).encode() + b"\n"
+    scrubbed: Any = scrub_value(body)
+    return json.dumps(envelope(SCHEMA, scrubbed)).encode() + b"\n"
 
 
 class _Server(ThreadingHTTPServer):
@@ -271,18 +271,18 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.answer = answer
         self.request_s = request_s
-        self.places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self.slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, port), _Handler)
         self.is_loopback = ipaddress.ip_address(str(self.server_address[0])).is_loopback
 
     def server_bind(self) -> None:
-        # HTTPServer's own would ask a name server for this machine's name, for seconds at worst.
+        # HTTPServer's own would look up this machine's name in DNS, which may take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 as in socketserver
-        if not self.places.acquire(blocking=False):
+        if not self.slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
@@ -291,7 +291,7 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         log.debug("an HTTP request could not be answered: %r", sys.exception())
@@ -321,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         try:
             return self.server.answer(path)
-        except Exception as exc:  # noqa: BLE001 boundary: our bug is told, and ends nothing
+        except Exception as exc:  # noqa: BLE001 boundary: our bug is an error 500, and ends nothing
             log.debug("%s could not be answered: %r", path, exc)
             return HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"a bug in gpuops\n"
 
@@ -360,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _names_loopback(host: str | None) -> bool:
-    """Say whether a Host header names this machine itself."""
+    """Return whether a Host header names this machine itself."""
     if not host:
         return False
     name = host.strip()

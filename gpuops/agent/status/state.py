@@ -1,7 +1,7 @@
-"""What one agent knows of its run at one moment: a snapshot, never changed.
+"""The state of one agent's run at one moment: an immutable snapshot.
 
-The agent replaces it as a whole; readers in other threads see one state or the next. Moments are
-this host's monotonic nanoseconds, so that a reader can tell how long ago they were.
+The agent replaces it atomically; readers in other threads see one state or the next. Times are this
+host's monotonic nanoseconds, so that a reader can compute ages.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from gpuops.units import NS_PER_S
 SCHEMA = "gpuops.agent-state/1"
 RANKS_MAX = 64
 SKIP_REASONS_MAX = 16
-# The main loop looks ten times a second and may stop workers for seconds; the control thread waits
-# for a slow board. Beyond, something is wrong with the agent itself.
+# The main loop runs ten times a second and may stop workers for seconds; the control thread waits
+# for a slow control store. Beyond these limits the agent itself is faulty.
 MAIN_SILENT_S = 60.0
 CONTROL_SILENT_S = 30.0
 
@@ -33,13 +33,13 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """What this node's keeper holds. ``step`` is of the newest committed state, None before one.
+    """This node's checkpoints. ``step`` is that of the newest committed state, None without one.
 
-    ``tier`` says where that state lies: ``memory``, or ``persistent`` where only that is left.
-    ``persisted_step`` is of the newest that lies in the persistent directory as well. ``skipped``
-    counts the saves that found no free slot, by reason; a training step never waits for one.
-    ``copies``: so many nodes that live have this node's part of it. Not ``is_used``: some other
-    node has no keeper, so that nothing is saved.
+    ``tier``: where that state is stored: ``memory``, or ``persistent`` where only that is left.
+    ``persisted_step`` is that of the newest state in the persistent directory. ``skipped`` counts
+    the saves that found no free buffer, by reason; a training step never waits for one. ``copies``:
+    the number of live nodes that have this node's part. ``is_used`` False: some other node has no
+    keeper, so that nothing is saved.
     """
 
     step: int | None = None
@@ -58,9 +58,9 @@ class CheckpointState:
 class AgentState:
     """One agent's view. ``phase`` is the control record's, ``phase_ns`` when it was first seen.
 
-    ``main_ns`` and ``control_ns`` are the last signs of life of the agent's main loop and of its
-    control thread. ``group_rank`` None: not a member of this generation. ``board`` says where the
-    store is, without secrets: ``kind`` (`EndpointKind`), ``host``, ``port``, ``run_key``.
+    ``main_ns`` and ``control_ns`` are when the agent's main loop and control thread were last
+    active. ``group_rank`` None: not a member of this generation. ``board`` is the endpoint of the
+    control store, without secrets: ``kind`` (`EndpointKind`), ``host``, ``port``, ``run_key``.
     """
 
     run_id: str
@@ -99,7 +99,7 @@ def why_unhealthy(
     main_silent_s: float = MAIN_SILENT_S,
     control_silent_s: float = CONTROL_SILENT_S,
 ) -> list[str]:
-    """Return what speaks against the agent at *now_ns*; nothing while both its threads live."""
+    """Return the agent's problems at *now_ns*; none while both its threads are active."""
     found = []
     for what, seen_ns, limit_s in (
         ("main loop", state.main_ns, main_silent_s),
@@ -107,7 +107,7 @@ def why_unhealthy(
     ):
         silent_s = (now_ns - seen_ns) / NS_PER_S
         if silent_s > limit_s:
-            found.append(f"no sign of the {what} for {silent_s:.0f} s (limit {limit_s:g} s)")
+            found.append(f"the {what} is silent for {silent_s:.0f} s (limit {limit_s:g} s)")
     return found
 
 
@@ -147,7 +147,7 @@ def state_json(state: AgentState, now_ns: int) -> Json:
 
 
 def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
-    """Return what `gpuops run status` reads of a node's checkpoints; None where none are kept."""
+    """Return a node's checkpoints for `gpuops run status`; None without a keeper."""
     if state is None:
         return None
     return {
@@ -165,9 +165,9 @@ def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
 
 
 def run_state(state: AgentState) -> Json:
-    """Return what the run folder's state file says beside what the agent's own part of it does.
+    """Return the part of the run folder's state file that comes from the snapshot.
 
-    `gpuops run status` reads in it where to ask: the control store, or this agent's HTTP.
+    `gpuops run status` reads the endpoint of the control store, or of this agent's HTTP, from it.
     """
     return {
         "board": dict(state.board),

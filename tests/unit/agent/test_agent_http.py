@@ -148,8 +148,8 @@ def test_a_living_agent_is_healthy_and_a_stuck_one_says_why(serve):
     assert get(serve(stuck), "/healthz")[::2] == (
         503,
         (
-            "no sign of the main loop for 61 s (limit 60 s)\n"
-            "no sign of the control thread for 31 s (limit 30 s)\n"
+            "the main loop is silent for 61 s (limit 60 s)\n"
+            "the control thread is silent for 31 s (limit 30 s)\n"
         ),
     )
     assert why_unhealthy(replace(STATE, main_ns=NOW_NS - 60 * NS_PER_S), NOW_NS) == []

@@ -1,4 +1,4 @@
-"""The events of a run that change no account: restarts, checkpoints, suspects."""
+"""The events of a run that do not affect the lost time: restarts, checkpoints, suspects."""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventDraft:
-    """What an event will hold beside its time, place and run."""
+    """An event without its time, node and run."""
 
     kind: str
     payload: Json
@@ -31,100 +31,100 @@ class EventDraft:
 
 
 class Emit(Protocol):
-    """Records events, together where there are several; never raises and never waits."""
+    """Records events, several of them atomically; never raises and never waits."""
 
-    def __call__(self, *news: EventDraft) -> None: ...
+    def __call__(self, *drafts: EventDraft) -> None: ...
 
 
-def in_turn(
+def locked(
     method: Callable[Concatenate[_Self, _Args], _Result],
 ) -> Callable[Concatenate[_Self, _Args], _Result]:
-    """Return *method*, one thread at a time: the main thread and the control thread call in."""
+    """Return *method* with the lock held: the main thread and the control thread call in."""
 
     @wraps(method)
-    def locked(self: _Self, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def call(self: _Self, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with self.lock:
             return method(self, *args, **kwargs)
 
-    return locked
+    return call
 
 
 class EventJournal:
-    """Records what happened to a run, on *node*, in the attempt that is known by now."""
+    """Records the events of a run on *node*, in the current attempt."""
 
     def __init__(self, emit: Emit, node: str) -> None:
         self.lock = threading.RLock()
         self._emit_event = emit
         self._node = node
         self._attempt: int | None = None
-        self._doubt: Incident | None = None
+        self._suspicion: Incident | None = None
 
-    @in_turn
+    @locked
     def node_seen(self, facts: payloads.NodeFacts) -> None:
         """Record this node and its boot."""
         self._emit("node.seen", asdict(facts))
 
-    @in_turn
+    @locked
     def run_started(self, facts: payloads.RunFacts) -> None:
         """Record the run's beginning."""
         self._emit("run.started", payloads.run_started(facts))
 
-    @in_turn
+    @locked
     def suspected(self, report: NodeReport, incident: Incident) -> None:
-        """Record that *report* speaks against this node, and ends nothing."""
-        self._doubt = incident
+        """Record that *report* suspects this node, without ending the generation."""
+        self._suspicion = incident
         payload = {"doubted": report.node, "reason": report.how, "report": report.to_json()}
         self._emit_event(
-            self._news("node.doubted", payload, Severity.WARNING),
+            self._draft("node.doubted", payload, Severity.WARNING),
             of_incident(incident, Severity.WARNING),
         )
 
-    @in_turn
+    @locked
     def excluded(self, reason: str, at_us: int) -> None:
         """Record that this node is excluded from the run since *at_us*."""
-        news = [exclusion(self._node, reason, self._attempt)]
-        if self._doubt is not None:
-            left_out = with_action(self._doubt, ActionKind.EXCLUDE_NODE)
-            why = f"the run does without {self._node}"
-            news.append(of_incident(close(left_out, at_us=at_us, lost_s={}, resolution=why)))
-        self._emit_event(*news)
+        drafts = [exclusion(self._node, reason, self._attempt)]
+        if self._suspicion is not None:
+            incident = with_action(self._suspicion, ActionKind.EXCLUDE_NODE)
+            why = f"{self._node} was excluded from the run"
+            drafts.append(of_incident(close(incident, at_us=at_us, lost_s={}, resolution=why)))
+        self._emit_event(*drafts)
 
-    @in_turn
+    @locked
     def gate_failed(self, report: NodeReport, incident: Incident) -> None:
         """Record that this node did not pass its health check and does not join."""
         self._emit_event(reported(report), of_incident(incident, Severity.ERROR))
 
-    @in_turn
+    @locked
     def rejoined(self, away_s: float) -> None:
         """Record that this agent is part of the run again, after *away_s*."""
         self._emit("agent.rejoined", {"away_s": away_s})
 
-    @in_turn
+    @locked
     def board_lost(self, why: str) -> None:
         """Record that the control store does not answer."""
         self._emit("board.lost", {"why": why}, severity=Severity.WARNING)
 
-    @in_turn
+    @locked
     def board_back(self, silent_s: float) -> None:
         """Record that the control store answers again, after *silent_s*."""
         self._emit("board.back", {"silent_s": silent_s})
 
-    @in_turn
+    @locked
     def drain_requested(self, signal_name: str, grace_s: float | None = None) -> None:
-        """Record that the run is asked to stop after its step."""
+        """Record the request to stop the run after its current step."""
         payload = {"signal": signal_name, "grace_s": grace_s}
         self._emit("drain.requested", payload, severity=Severity.WARNING)
 
-    @in_turn
+    @locked
     def run_ended(self, outcome: str, exit_code: int, reason: str) -> None:
         """Record the run's end."""
         severity = Severity.INFO if outcome == "completed" else Severity.ERROR
         payload = {"outcome": outcome, "exit_code": exit_code, "reason": reason}
         self._emit("run.ended", payload, severity=severity)
 
-    @in_turn
+    @locked
     def tool_failed(self, what: str, error: BaseException, traceback: str) -> None:
-        """Record a failure of our own, which is nobody else's."""
+        """Record a failure of gpuops, for which neither node nor job is to blame."""
         payload = {
             "what": what,
             "error": f"{type(error).__name__}: {error}",
@@ -132,27 +132,27 @@ class EventJournal:
         }
         self._emit("tool.failed", payload, severity=Severity.WARNING)
 
-    @in_turn
+    @locked
     def tool_failed_again(self, what: str, times: int) -> None:
-        """Record how often that happened again, whatever the error was."""
+        """Record how often that failed again, with whatever error."""
         error = f"failed {times} more times"
         payload = {"what": what, "error": error, "traceback": None, "times": times}
         self._emit("tool.failed", payload, severity=Severity.WARNING)
 
     def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
-        self._emit_event(self._news(kind, payload, severity))
+        self._emit_event(self._draft(kind, payload, severity))
 
-    def _news(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> EventDraft:
+    def _draft(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> EventDraft:
         return EventDraft(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
 
 
 def reported(report: NodeReport) -> EventDraft:
-    """Return the event of *report* as it was filed."""
+    """Return the event of *report*."""
     return EventDraft(kind="agent.report", payload=report.to_json(), attempt=report.generation)
 
 
 def exclusion(node: str, reason: str, generation: int | None) -> EventDraft:
-    """Return the event of *node* being left out."""
+    """Return the event of the exclusion of *node*."""
     payload = {"excluded": node, "reason": reason}
     return EventDraft(
         kind="node.excluded", payload=payload, attempt=generation, severity=Severity.WARNING
@@ -170,9 +170,9 @@ def of_incident(incident: Incident, severity: Severity = Severity.INFO) -> Event
 
 
 class CheckpointJournal(EventJournal):
-    """Records the events of this node's keeper, and what an incident shows of them."""
+    """Records the events of this node's keeper, some of them as evidence of an incident."""
 
-    _book: RunIncident
+    _incident: RunIncident
     _restoring: RestoreTime
     _clock: Clock
     _run_id: str
@@ -182,30 +182,30 @@ class CheckpointJournal(EventJournal):
         self._last_save: tuple[Evidence, ...] = ()
         self._differing: dict[str, Incident] = {}  # by the ranks that must be equal
 
-    @in_turn
+    @locked
     def checkpoint(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> None:
         """Record one event of the kind ``checkpoint.*``."""
         self._emit(kind, payload, severity=severity)
 
-    @in_turn
-    def resumed(self, words: str, longest_s: float) -> None:
-        """Note from which state the ranks here go on, *words*; the slowest took *longest_s*."""
-        self._restoring.told(longest_s)
-        evidence = Evidence(role=Role.RECOVERY, text=words, entity=self._here)
-        incident = self._book.resumed(evidence, round(longest_s * NS_PER_S))
+    @locked
+    def resumed(self, text: str, longest_s: float) -> None:
+        """Record which state the ranks here resume from; the slowest load took *longest_s*."""
+        self._restoring.record(longest_s)
+        evidence = Evidence(role=Role.RECOVERY, text=text, entity=self._here)
+        incident = self._incident.resumed(evidence, round(longest_s * NS_PER_S))
         if incident is not None:
             self._emit_event(of_incident(incident))
 
-    @in_turn
+    @locked
     def saved_last(self, facts: payloads.LastSave) -> None:
-        """Record what became of the last save before an end; the incident of that end says it."""
+        """Record the result of the last save before an end, as evidence of its incident too."""
         severity = Severity.INFO if facts.fitted else Severity.WARNING
         self._emit("checkpoint.flushed", payloads.last_save(facts), severity=severity)
         self._last_save = (Evidence(role=Role.RECOVERY, text=facts.to_text(), entity=self._here),)
 
-    @in_turn
+    @locked
     def replicas_differ(self, found: ReplicaMismatch) -> None:
-        """Record that ranks differ where they must be equal; their run of it ends with alike."""
+        """Record that replicas differ; `replicas_alike` closes the incident."""
         incident = incident_from_replicas(
             found,
             run_id=self._run_id,
@@ -215,7 +215,7 @@ class CheckpointJournal(EventJournal):
         self._differing[found.ranks] = incident
         self._emit_event(of_incident(incident, Severity.ERROR))
 
-    @in_turn
+    @locked
     def replicas_alike(self, ranks: str, step: int) -> None:
         """Record that *ranks* are equal again since *step*."""
         incident = self._differing.pop(ranks, None)

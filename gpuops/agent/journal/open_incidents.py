@@ -1,10 +1,10 @@
-"""What the open incident of a run costs, by phase; all times are monotonic nanoseconds.
+"""The time that the open incident of a run costs, by phase; all times are monotonic nanoseconds.
 
 The phases follow each other without gap or overlap, so that they add up to the time from the last
 progress before the failure to the moment when the job is past its highest step again.
 
-At most one is open: the phases of a run do not overlap, so a second failure ends the first one's
-account. Every method returns the snapshot that is to be recorded, None where nothing changed.
+At most one incident is open: the phases of a run do not overlap, so a second failure closes the
+first one. Every method returns the snapshot to record, None where nothing changed.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from gpuops.model import Evidence, Incident, IncidentState
 from gpuops.units import NS_PER_S
 from gpuops.wire.ring import Beat, WorkerPhase
 
-# Who goes on with the account of a decider that is out of the run outbids its snapshots.
+# An agent that takes over the incident of an excluded leader uses higher revisions than it did.
 TAKEN_OVER_REV = 100
 
 
@@ -31,8 +31,8 @@ TAKEN_OVER_REV = 100
 class RecoveryTime:
     """When the phases of one failure ended; None: not yet.
 
-    ``progress_ns`` is the last progress before it. A decision counts once the workers are gone as
-    well. ``goes_on`` False: nothing is tried any more, so that nothing is lost after the decision.
+    ``progress_ns`` is the last progress before it. The phase ``decide`` ends once the workers are
+    gone as well. ``is_restarting`` False: the run ends, so that no time is lost after the decision.
     """
 
     progress_ns: int
@@ -42,13 +42,13 @@ class RecoveryTime:
     started_ns: int | None = None
     stepped_ns: int | None = None
     restore_ns: int = 0
-    goes_on: bool = True
+    is_restarting: bool = True
 
     def lost_s(self, until_ns: int | None = None) -> dict[str, float]:
-        """Return the seconds of each phase that is over.
+        """Return the seconds of each finished phase.
 
-        With *until_ns* also those of the phase that is not: up to that moment, the last one there
-        is. What is made again (``redo``) is not in it.
+        With *until_ns* also those of the unfinished phase, up to that moment. Repeated steps
+        (``redo``) are not included.
         """
         found: dict[str, float] = {}
         cursor_ns = self.progress_ns
@@ -68,7 +68,7 @@ class RecoveryTime:
         if decided_ns is not None and self.stopped_ns is not None:
             decided_ns = max(decided_ns, self.stopped_ns)
         ends = [("detect", self.detected_ns), ("decide", decided_ns)]
-        if self.goes_on:
+        if self.is_restarting:
             ends += [("rendezvous", self.started_ns), ("init", self.stepped_ns)]
         return ends
 
@@ -81,14 +81,14 @@ class RecoveryTime:
 
 @dataclass(slots=True)
 class RestoreTime:
-    """How long the ranks of one attempt read their checkpoint, as beats or the keeper tell."""
+    """How long the ranks of one attempt load their checkpoint, by heartbeats or the keeper."""
 
     _began: dict[int, int] = field(default_factory=dict)
     _took: dict[int, int] = field(default_factory=dict)
-    _told_ns: int = 0
+    _keeper_ns: int = 0
 
     def feed(self, rank: int, beats: Iterable[Beat]) -> None:
-        """Take the next beats of *rank* in."""
+        """Take in the next heartbeats of *rank*."""
         for beat in beats:
             began_ns = self._began.pop(rank, None)
             if began_ns is not None:
@@ -96,19 +96,19 @@ class RestoreTime:
             if beat.phase is WorkerPhase.RESTORE:
                 self._began[rank] = beat.mono_ns
 
-    def told(self, seconds: float) -> None:
-        """Take it from the keeper that a rank took so long: its script may not say so in beats."""
-        self._told_ns = max(self._told_ns, round(seconds * NS_PER_S))
+    def record(self, seconds: float) -> None:
+        """Record a rank's time as the keeper reports it: its script may not label the phase."""
+        self._keeper_ns = max(self._keeper_ns, round(seconds * NS_PER_S))
 
     @property
     def longest_ns(self) -> int:
         """Return the time of the rank that took longest: the others waited for it."""
-        return max(self._told_ns, *self._took.values(), 0)
+        return max(self._keeper_ns, *self._took.values(), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartRecord:
-    """A decision as it reached this agent; ``decided_by`` is a node, None where it is not known."""
+    """A decision as this agent received it; ``decided_by`` is a node, None where unknown."""
 
     decision: RestartDecision
     reports: Sequence[NodeReport] = ()
@@ -117,29 +117,29 @@ class RestartRecord:
 
 
 @dataclass(slots=True)
-class _Case:
+class _OpenIncident:
     incident: Incident
-    toll: RecoveryTime
-    is_seen_here: bool = True
-    ruling: RestartRecord | None = None
+    time: RecoveryTime
+    is_local: bool = True
+    decision: RestartRecord | None = None
     resumed: Evidence | None = None
 
 
 class RunIncident:
-    """The open incident and what all have cost. *wall_us*: this host's monotonic ns to epoch µs."""
+    """The open incident and the cost of all. *wall_us*: this host's monotonic ns to epoch µs."""
 
     def __init__(self, run_id: str, node: str, wall_us: Callable[[int], int]) -> None:
         self._run_id = run_id
         self._node = node
         self._wall_us = wall_us
-        self._case: _Case | None = None
+        self._open: _OpenIncident | None = None
         self._spent_s: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
 
     @property
     def lost_s(self) -> dict[str, float]:
         """Return the seconds lost by now, by phase, over all incidents of the run."""
-        open_s = {} if self._case is None else self._case.toll.lost_s()
+        open_s = {} if self._open is None else self._open.time.lost_s()
         return dict(self._spent_s + Counter(open_s))
 
     @property
@@ -148,130 +148,130 @@ class RunIncident:
         return dict(self._restarts)
 
     def is_about(self, generation: int | None) -> bool:
-        """Say whether the open incident is that of *generation*."""
-        return self._case is not None and self._case.incident.attempt == generation
+        """Return whether the open incident is that of *generation*."""
+        return self._open is not None and self._open.incident.attempt == generation
 
-    def open(self, incident: Incident, toll: RecoveryTime) -> Incident:
-        """Begin the account of *incident*; the one before has been closed."""
-        assert self._case is None
-        self._case = _Case(replace(incident, lost_s=toll.lost_s()), toll)
-        return self._case.incident
+    def open(self, incident: Incident, time: RecoveryTime) -> Incident:
+        """Open *incident*; the previous one has been closed."""
+        assert self._open is None
+        self._open = _OpenIncident(replace(incident, lost_s=time.lost_s()), time)
+        return self._open.incident
 
     def stopped(self, at_ns: int) -> None:
-        """Note that the workers of the failed generation are gone."""
-        if self._case is not None:
-            self._case.toll.stopped_ns = at_ns
+        """Record that the workers of the failed generation are gone."""
+        if self._open is not None:
+            self._open.time.stopped_ns = at_ns
 
-    def decided(self, ruling: RestartRecord, at_ns: int, evidence: Sequence[Evidence]) -> Incident:
-        """Note what was decided on the open incident."""
-        case = self._case
-        assert case is not None
-        decision = ruling.decision
-        case.ruling = ruling
-        case.toll.decided_ns = at_ns
-        case.toll.goes_on = decision.action is RunAction.RESTART
-        if case.toll.goes_on:
+    def decided(self, record: RestartRecord, at_ns: int, evidence: Sequence[Evidence]) -> Incident:
+        """Record the decision on the open incident."""
+        open_ = self._open
+        assert open_ is not None
+        decision = record.decision
+        open_.decision = record
+        open_.time.decided_ns = at_ns
+        open_.time.is_restarting = decision.action is RunAction.RESTART
+        if open_.time.is_restarting:
             self._restarts[decision.failure.failure_class.value] += 1
-        told = replace(
-            case.incident,
+        snapshot = replace(
+            open_.incident,
             actions=actions_of(decision),
-            evidence=(*case.incident.evidence, *evidence),
-            rev=case.incident.rev + 1,
+            evidence=(*open_.incident.evidence, *evidence),
+            rev=open_.incident.rev + 1,
         )
-        if ruling.by_us:
-            told = decided_incident(
+        if record.by_us:
+            snapshot = decided_incident(
                 decision,
-                ruling.reports,
+                record.reports,
                 run_id=self._run_id,
                 node=self._node,
-                detected_us=case.incident.detected_us,
-                own_incident=case.incident if case.is_seen_here else None,
+                detected_us=open_.incident.detected_us,
+                own_incident=open_.incident if open_.is_local else None,
                 evidence=evidence,
             )
-        case.incident = replace(told, lost_s=case.toll.lost_s())
-        return case.incident
+        open_.incident = replace(snapshot, lost_s=open_.time.lost_s())
+        return open_.incident
 
-    def heard(self, decision: RestartDecision, toll: RecoveryTime) -> None:
-        """Begin the account of an incident that this node saw nothing of."""
-        detected_us = self._wall_us(toll.detected_ns)
+    def open_remote(self, decision: RestartDecision, time: RecoveryTime) -> None:
+        """Open the incident of a failure that did not occur on this node."""
+        detected_us = self._wall_us(time.detected_ns)
         incident = remote_incident(decision, run_id=self._run_id, detected_us=detected_us)
-        self.open(replace(incident, actions=()), toll)
-        assert self._case is not None
-        self._case.is_seen_here = False
+        self.open(replace(incident, actions=()), time)
+        assert self._open is not None
+        self._open.is_local = False
 
     def started(self, at_ns: int, *, leads: bool) -> None:
-        """Note that this node's new workers run; *leads*: it has the run's first rank."""
-        case = self._case
-        if case is None or case.toll.started_ns is not None:
+        """Record that this node's new workers run; *leads*: it has the run's first rank."""
+        open_ = self._open
+        if open_ is None or open_.time.started_ns is not None:
             return
-        case.toll.started_ns = at_ns
-        if leads and _is_orphaned(case.ruling):
-            rev = case.incident.rev + TAKEN_OVER_REV
-            case.incident = replace(case.incident, authority=AUTHORITY_DECIDED, rev=rev)
+        open_.time.started_ns = at_ns
+        if leads and _is_orphaned(open_.decision):
+            rev = open_.incident.rev + TAKEN_OVER_REV
+            open_.incident = replace(open_.incident, authority=AUTHORITY_DECIDED, rev=rev)
 
     def resumed(self, evidence: Evidence, restore_ns: int) -> Incident | None:
-        """Note from which state the job goes on, and how long its ranks here took to load it.
+        """Record which state the job resumes from, and how long its ranks here took to load it.
 
-        The next snapshot says so; one is due at once where the job had stepped already. What is
-        told again, by more ranks, takes the place of what was told.
+        The next snapshot contains it; one is due at once where the job has made a step already. A
+        later report, with more ranks, replaces an earlier one.
         """
-        case = self._case
-        if case is None:
+        open_ = self._open
+        if open_ is None:
             return None
-        rest = tuple(item for item in case.incident.evidence if item is not case.resumed)
-        case.resumed = evidence
-        case.incident = replace(
-            case.incident, evidence=(*rest, evidence), rev=case.incident.rev + 1
+        rest = tuple(item for item in open_.incident.evidence if item is not open_.resumed)
+        open_.resumed = evidence
+        open_.incident = replace(
+            open_.incident, evidence=(*rest, evidence), rev=open_.incident.rev + 1
         )
-        if case.toll.stepped_ns is None:
+        if open_.time.stepped_ns is None:
             return None
-        case.toll.restore_ns = max(case.toll.restore_ns, restore_ns)
-        case.incident = replace(case.incident, lost_s=case.toll.lost_s())
-        return case.incident
+        open_.time.restore_ns = max(open_.time.restore_ns, restore_ns)
+        open_.incident = replace(open_.incident, lost_s=open_.time.lost_s())
+        return open_.incident
 
     def steps_again(self, at_ns: int, restore_ns: int) -> Incident | None:
-        """Note the first step after the failure."""
-        case = self._case
-        if case is None or case.toll.stepped_ns is not None:
+        """Record the first step after the failure."""
+        open_ = self._open
+        if open_ is None or open_.time.stepped_ns is not None:
             return None
-        case.toll.stepped_ns, case.toll.restore_ns = at_ns, restore_ns
-        case.incident = mitigate(
-            case.incident, at_us=self._wall_us(at_ns), lost_s=case.toll.lost_s()
+        open_.time.stepped_ns, open_.time.restore_ns = at_ns, restore_ns
+        open_.incident = mitigate(
+            open_.incident, at_us=self._wall_us(at_ns), lost_s=open_.time.lost_s()
         )
-        return case.incident
+        return open_.incident
 
     def close(
         self, at_ns: int, resolution: str, *, steps_are_seen: bool, redoes: bool
     ) -> Incident | None:
-        """Close the open incident, whose cost ran until *at_ns*; *redoes*: steps have numbers."""
-        case, self._case = self._case, None
-        if case is None:
+        """Close the open incident, which cost time until *at_ns*; *redoes*: steps are numbered."""
+        open_, self._open = self._open, None
+        if open_ is None:
             return None
-        if case.toll.started_ns is not None and not steps_are_seen:
-            # No step of this job was ever seen: it may make progress that we cannot see.
-            at_ns = min(at_ns, case.toll.started_ns)
-        lost_s = case.toll.lost_s(at_ns)
-        if case.toll.stepped_ns is not None and redoes:
-            lost_s["redo"] = max(0.0, (at_ns - case.toll.stepped_ns) / NS_PER_S)
+        if open_.time.started_ns is not None and not steps_are_seen:
+            # The job never reported a step: it may make progress that is not observable.
+            at_ns = min(at_ns, open_.time.started_ns)
+        lost_s = open_.time.lost_s(at_ns)
+        if open_.time.stepped_ns is not None and redoes:
+            lost_s["redo"] = max(0.0, (at_ns - open_.time.stepped_ns) / NS_PER_S)
         self._spent_s.update(lost_s)
-        if case.incident.state is IncidentState.CLOSED:
+        if open_.incident.state is IncidentState.CLOSED:
             return None
         return close(
-            case.incident, at_us=self._wall_us(at_ns), lost_s=lost_s, resolution=resolution
+            open_.incident, at_us=self._wall_us(at_ns), lost_s=lost_s, resolution=resolution
         )
 
     @property
     def waits_for_workers(self) -> bool:
-        """Say whether the job is to go on and no worker has been started yet."""
-        toll = None if self._case is None else self._case.toll
-        return toll is not None and toll.goes_on and toll.started_ns is None
+        """Return whether a restart was decided and no worker has been started yet."""
+        time = None if self._open is None else self._open.time
+        return time is not None and time.is_restarting and time.started_ns is None
 
     @property
     def has_stepped(self) -> bool:
-        """Say whether the job has made a step since the failure."""
-        return self._case is not None and self._case.toll.stepped_ns is not None
+        """Return whether the job has made a step since the failure."""
+        return self._open is not None and self._open.time.stepped_ns is not None
 
 
-def _is_orphaned(ruling: RestartRecord | None) -> bool:
-    """Say whether the deciding node excluded itself, and so sees no more of the run."""
-    return ruling is not None and not ruling.by_us and ruling.decided_by in ruling.decision.exclude
+def _is_orphaned(record: RestartRecord | None) -> bool:
+    """Return whether the deciding node excluded itself, so that it no longer follows the run."""
+    return record is not None and not record.by_us and record.decided_by in record.decision.exclude

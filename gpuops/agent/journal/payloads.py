@@ -26,7 +26,7 @@ ENDS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run before its first attempt."""
+    """The facts of a run before its first attempt."""
 
     name: str
     command: Sequence[str]
@@ -41,7 +41,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What is known of this node."""
+    """The facts of this node."""
 
     boot_id: str
     boot_us: int | None
@@ -52,7 +52,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFacts:
-    """What is known of an attempt when its workers start."""
+    """The facts of an attempt when its workers start."""
 
     start_us: int
     world_size: int
@@ -66,10 +66,10 @@ class AttemptFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastSave:
-    """What became of the last save before an end. ``step`` lies in ``directory``, if any does.
+    """The result of the last save before an end. ``step`` is in ``directory``, None where none is.
 
-    ``newest_step`` was committed in memory. ``fitted``: it is the one that was saved.
-    ``has_place`` False: nobody has named a directory.
+    ``newest_step`` was committed in memory. ``fitted``: it was saved in time. ``has_place`` False:
+    no directory is configured.
     """
 
     fitted: bool
@@ -167,14 +167,14 @@ def decision_made(
     history: Sequence[PastFailure],
     note: str | None,
 ) -> Json:
-    """Return the payload of ``decision.made``: what was decided, and all that it rests on.
+    """Return the payload of ``decision.made``: the decision and all its inputs.
 
-    Of many reports those of nodes on which something failed come first; ``reports_total`` says how
-    many there were.
+    Of many reports those of nodes with a failure have precedence; ``reports_total`` is the number
+    of all.
     """
     return {
         "decision": decision.to_json(),
-        "reports": [_report(report) for report in _told(reports)],
+        "reports": [_report(report) for report in _most_relevant(reports)],
         "reports_total": len(reports),
         "cluster": cluster_json(cluster),
         "history": [failure.to_json() for failure in history[-HISTORY_MAX:]],
@@ -183,15 +183,15 @@ def decision_made(
     }
 
 
-def budget(terms: RestartPolicy, history: Sequence[PastFailure]) -> Json:
-    """Return how many restarts are spent within the window, the newest failure among them."""
-    used = count_failures(history, terms, history[-1].at_s) if history else 0
-    return {"used": used, "max": terms.restarts_max, "window_s": terms.restarts_window_s}
+def budget(policy: RestartPolicy, history: Sequence[PastFailure]) -> Json:
+    """Return the restarts used within the window, the newest failure included."""
+    used = count_failures(history, policy, history[-1].at_s) if history else 0
+    return {"used": used, "max": policy.restarts_max, "window_s": policy.restarts_window_s}
 
 
 def cluster_json(cluster: ClusterState) -> Json:
-    """Return who there was, and on which terms."""
-    terms = cluster.policy
+    """Return the members of the cluster, and the policy."""
+    policy = cluster.policy
     return {
         "generation": cluster.generation,
         "members": list(cluster.members),
@@ -199,18 +199,18 @@ def cluster_json(cluster: ClusterState) -> Json:
         "excluded": dict(cluster.excluded),
         "doubted": dict(cluster.suspected),
         "terms": {
-            "nodes_min": terms.nodes_min,
-            "nodes_max": terms.nodes_max,
-            "node_unit": terms.node_unit,
-            "restarts_max": terms.restarts_max,
-            "restarts_window_s": terms.restarts_window_s,
-            "on_exhausted": terms.on_exhausted.value,
-            "benign_exit_codes": sorted(terms.benign_exit_codes),
+            "nodes_min": policy.nodes_min,
+            "nodes_max": policy.nodes_max,
+            "node_unit": policy.node_unit,
+            "restarts_max": policy.restarts_max,
+            "restarts_window_s": policy.restarts_window_s,
+            "on_exhausted": policy.on_exhausted.value,
+            "benign_exit_codes": sorted(policy.benign_exit_codes),
         },
     }
 
 
-def _told(reports: Sequence[NodeReport]) -> list[NodeReport]:
+def _most_relevant(reports: Sequence[NodeReport]) -> list[NodeReport]:
     quiet = (ReportKind.STOPPED, ReportKind.DONE)
     first = sorted(reports, key=lambda report: (report.kind in quiet, report.arrival))
     return sorted(first[:REPORTS_MAX], key=lambda report: report.arrival)

@@ -1,7 +1,7 @@
 """The folder of one run, and the private one of its heartbeat rings.
 
 ``<run.dir>/<UTC time>-<name>-<last 8 of the run id>/`` holds the journal, a directory for each
-generation and ``state.json``, which says what runs now. Losing any of it never ends a run.
+generation and ``state.json``, the current state. The loss of any of it never ends a run.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ def folder_name(name: str, run_id: str, created_us: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunParent:
-    """Where runs go; ``problem`` says why not where they should have gone."""
+    """The parent directory of runs; ``problem``: why it is not the configured one."""
 
     path: Path
     problem: str | None = None
 
 
 def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Path]) -> RunParent:
-    """Return *wanted* if it can be made and written, else a private directory of this user.
+    """Return *wanted* if it can be created and written, else a private directory of this user.
 
-    That is the first of *fallbacks* that nobody else can have prepared, else a new one.
+    That is the first of *fallbacks* that only this user can write to, else a new one.
 
     Raises:
-        UsageError: The user named *wanted*, and it cannot be written; or nothing can.
+        UsageError: The user named *wanted*, and it cannot be written; or no directory can.
     """
     problem = why_not_writable(wanted)
     if problem is None:
@@ -67,7 +67,7 @@ def writable_parent(wanted: Path, *, was_asked_for: bool, fallbacks: Iterable[Pa
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Return why no file can be made in *path*, which is made itself where it is not there."""
+    """Return why no file can be created in *path*, None where one can; *path* is created too."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -78,7 +78,7 @@ def why_not_writable(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of one run on this node; ``group_rank`` tells agents in one directory apart."""
+    """The paths of one run on this node; ``group_rank`` distinguishes agents in one directory."""
 
     path: Path
     rings: Path
@@ -86,26 +86,26 @@ class RunDirectory:
 
     @property
     def journal(self) -> Path:
-        """Return where the run's own copy of its events is."""
+        """Return the path of the run's own copy of its events."""
         return self.path / "journal"
 
     def generation(self, number: int) -> Path:
-        """Return where the logs of generation *number* are."""
+        """Return the directory of the logs of generation *number*."""
         return self.path / f"generation-{number}"
 
     def ring(self, generation: int, rank: int) -> Path:
-        """Return the ring of *rank*."""
+        """Return the path of the heartbeat ring of *rank*."""
         return self.rings / f"generation-{generation}" / f"rank{rank}.ring"
 
     def remove_rings_before(self, generation: int) -> None:
-        """Give the memory of the rings of generations before *generation* back."""
+        """Free the memory of the rings of generations before *generation*."""
         for older in self.rings.glob("generation-*"):
             number = older.name.rpartition("-")[2]
             if number.isdecimal() and int(number) < generation:
                 shutil.rmtree(older, ignore_errors=True)
 
     def write_state(self, state: Mapping[str, object], *, group_rank: int) -> None:
-        """Replace the state file as a whole; a reader never sees half of it.
+        """Replace the state file atomically.
 
         Raises:
             OSError: The directory is gone, full or read-only.
@@ -116,20 +116,20 @@ class RunDirectory:
         partial.replace(self.path / name)
 
     def remove_rings(self) -> None:
-        """Give the memory of the rings back."""
+        """Free the memory of the rings."""
         shutil.rmtree(self.rings, ignore_errors=True)
         if self.rings_lock >= 0:
             os.close(self.rings_lock)
 
 
 def create_rings(candidates: Iterable[Path]) -> tuple[Path, int]:
-    """Return a new private directory for rings, in memory where there is such a place.
+    """Return a new private directory for rings, in memory if possible, and its lock.
 
-    The descriptor with it holds a lock on it until it is closed, by whatever end of this process.
-    Directories of agents that were killed before they could tidy up are removed.
+    The descriptor holds the lock until it is closed, at the latest by the end of this process.
+    Directories of killed agents are removed.
 
     Raises:
-        OSError: None of the places takes one.
+        OSError: None of *candidates* is usable.
     """
     problem: OSError | None = None
     for parent in candidates:
@@ -138,11 +138,11 @@ def create_rings(candidates: Iterable[Path]) -> tuple[Path, int]:
             return _locked_directory(parent)
         except OSError as exc:
             problem = exc
-    raise problem or OSError("no place for heartbeat rings was named")
+    raise problem or OSError("there is no directory for heartbeat rings")
 
 
 def _locked_directory(parent: Path) -> tuple[Path, int]:
-    # It gets the name by which leftovers are found once it is locked, not before.
+    # It gets the name that `_remove_leftovers` matches only once it is locked.
     folder = Path(tempfile.mkdtemp(prefix=".gpuops-", dir=parent))
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -156,7 +156,7 @@ def _locked_directory(parent: Path) -> tuple[Path, int]:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove what no living agent locks; other containers' process ids would say nothing here."""
+    """Remove directories that no agent locks; process ids of other containers have no meaning."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{RING_PREFIX}*"):
             if path.lstat().st_uid == os.geteuid() and not _is_locked(path / _LOCK):
@@ -164,7 +164,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Say whether an agent holds *path*, or nobody can know."""
+    """Return whether an agent holds the lock *path*, or whether that is unknown."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -179,7 +179,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def has_space(path: Path) -> bool:
-    """Say whether rank logs may go below *path*: a full disk ends a job at its next print."""
+    """Return whether *path* has space for rank logs: a full disk ends a job at its next print."""
     try:
         return shutil.disk_usage(path).free >= SPACE_BYTES_MIN
     except OSError:

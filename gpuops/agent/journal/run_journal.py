@@ -1,13 +1,13 @@
-"""The run's history as it happens: which events to record when, and what each incident cost.
+"""The history of a run: which events to record when, and the time that each incident costs.
 
-It records what the agent did and saw; it decides nothing and touches no worker.
-Each agent records what its own node saw; the deciding agent records the run's incident.
+It only records: it makes no decision and touches no worker. Each agent records the events of its
+own node; the deciding agent records the run's incident.
 
-Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to the
-first notice of it, ``decide`` until there is a decision and the workers are gone, ``rendezvous``
-until new workers start (health gate and back-off in it), ``init`` from there to the first new step
-without what it took to read a checkpoint, which is ``restore``, and ``redo`` until the job is past
-the highest step it had ever reached. An attempt without a step is lost as a whole: its ``detect``
+Seconds lost to an incident, by phase: ``detect`` from the last step before the failure to its
+detection, ``decide`` until there is a decision and the workers are gone, ``rendezvous`` until new
+workers start (health check and back-off included), ``init`` from there to the first new step
+without the time to load a checkpoint, which is ``restore``, and ``redo`` until the job is past the
+highest step it had ever reached. An attempt without a step is lost completely: its ``detect``
 begins with its workers. Phases of one run never overlap, and `gpuops.report.time_breakdown` counts
 the same: a second failure ends the first one's redo.
 
@@ -17,6 +17,7 @@ for anything else.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from gpuops.agent.journal import payloads
 from gpuops.agent.journal.event_drafts import (
@@ -24,7 +25,7 @@ from gpuops.agent.journal.event_drafts import (
     Emit,
     EventDraft,
     exclusion,
-    in_turn,
+    locked,
     of_incident,
     reported,
 )
@@ -47,12 +48,12 @@ from gpuops.units import US_PER_S
 from gpuops.wire.ring import Beat
 
 MINUTE_US = 60 * US_PER_S
-# Phases of the control record that tell an agent that its generation is over.
+# Phases of the control record in which a generation has ended.
 _ENDS_A_GENERATION = frozenset({"gather", "drain", "stop"})
 
 
 class RunJournal(CheckpointJournal):
-    """The events of one run, as one agent sees it."""
+    """The events of one run, as recorded by one agent."""
 
     def __init__(
         self, emit: Emit, clock: Clock, *, run_id: str, node: str, rules: Sequence[LogRule]
@@ -69,8 +70,8 @@ class RunJournal(CheckpointJournal):
         self._restoring = RestoreTime()
         self._sent: set[str] = set()
         self._highest: int | None = None
-        self._book = RunIncident(run_id, node, self._wall_us)
-        self._noticed: dict[int, int] = {}  # generation -> when its end was first known
+        self._incident = RunIncident(run_id, node, self._wall_us)
+        self._ended_ns: dict[int, int] = {}  # generation -> when its end was first known
         self._marks: dict[str, int] = {}
         self._phase: tuple[str, int] | None = None
         self._is_regrouping = False
@@ -80,18 +81,18 @@ class RunJournal(CheckpointJournal):
     def badput_s(self) -> dict[str, float]:
         """Return the seconds lost by now, by phase, over all incidents of the run."""
         with self.lock:
-            return self._book.lost_s
+            return self._incident.lost_s
 
     @property
     def restarts(self) -> dict[str, int]:
         """Return how often the run was restarted, by the class of the failure."""
         with self.lock:
-            return self._book.restarts
+            return self._incident.restarts
 
-    @in_turn
+    @locked
     def attempt_started(self, ordinal: int, facts: payloads.AttemptFacts) -> None:
         """Begin the attempt *ordinal*; its workers have been started."""
-        if not self._book.waits_for_workers:
+        if not self._incident.waits_for_workers:
             self._close(self._last_progress_ns, "the run was restarted once more")
         self._attempt = ordinal
         self._leads = facts.group_rank == 0
@@ -101,14 +102,14 @@ class RunJournal(CheckpointJournal):
         self._is_regrouping = False
         self._evidence = ()
         self._sent.clear()
-        self._book.started(self._started_ns, leads=self._leads)
+        self._incident.started(self._started_ns, leads=self._leads)
         marks = {f"{phase}_us": self._wall_us(at_ns) for phase, at_ns in self._marks.items()}
         self._marks.clear()
         self._emit("attempt.started", {**asdict(facts), **marks})
 
-    @in_turn
+    @locked
     def beats(self, by_rank: Mapping[int, Sequence[Beat]]) -> None:
-        """Take in what the rings brought and record the milestones in it."""
+        """Take in the heartbeats of the rings and record the milestones in them."""
         for rank, beats in by_rank.items():
             self._restoring.feed(rank, beats)
             self._progress.feed(rank, beats)
@@ -126,25 +127,25 @@ class RunJournal(CheckpointJournal):
             self._emit_event(*minute)
 
     def rank_progress(self, rank: int) -> RankProgress:
-        """Return how far *rank* came in this attempt."""
+        """Return the progress of *rank* in this attempt."""
         return self._progress.ranks.get(rank, RankProgress())
 
-    @in_turn
+    @locked
     def mark(self, phase: str) -> None:
-        """Note that *phase* has ended just now: ``stopped``, ``gated``, ``seated``, ``started``.
+        """Record that *phase* has ended just now: ``stopped``, ``gated``, ``seated``, ``started``.
 
-        ``stopped``: this node's workers are gone. The others are recorded with the next attempt.
+        ``stopped``: this node's workers are gone. The others are written with the next attempt.
         """
         now_ns = self._clock.mono_ns()
         if phase != "stopped":
             self._marks[phase] = now_ns
             return
         if self._attempt is not None:
-            self._noticed.setdefault(self._attempt, now_ns)
-        if self._book.is_about(self._attempt):
-            self._book.stopped(now_ns)
+            self._ended_ns.setdefault(self._attempt, now_ns)
+        if self._incident.is_about(self._attempt):
+            self._incident.stopped(now_ns)
 
-    @in_turn
+    @locked
     def phase_seen(self, phase: str, generation: int, reason: str) -> None:
         """Record that the control record's phase is *phase* now; the same one is recorded once."""
         if self._phase == (phase, generation):
@@ -153,17 +154,17 @@ class RunJournal(CheckpointJournal):
         now_ns = self._clock.mono_ns()
         is_over = phase in _ENDS_A_GENERATION
         if is_over:
-            self._noticed.setdefault(generation, now_ns)
+            self._ended_ns.setdefault(generation, now_ns)
         elif self._attempt is not None and generation > self._attempt:
-            # Without a failure in between, the agents regroup because nodes came.
-            self._is_regrouping = phase == "form" and self._attempt not in self._noticed
-            self._noticed.setdefault(self._attempt, now_ns)
+            # Without a failure in between, the agents regroup because nodes joined.
+            self._is_regrouping = phase == "form" and self._attempt not in self._ended_ns
+            self._ended_ns.setdefault(self._attempt, now_ns)
         if phase == "run":
             self._marks["running"] = now_ns
         payload = {"phase": phase, "generation": generation, "reason": reason}
         self._emit_event(EventDraft(kind="run.phase", payload=payload, attempt=generation))
 
-    @in_turn
+    @locked
     def attempt_failed(
         self,
         exits: Sequence[WorkerExit],
@@ -172,57 +173,54 @@ class RunJournal(CheckpointJournal):
         kernel_lines: Sequence[str] = (),
         evidence: Sequence[Evidence] = (),
     ) -> Incident:
-        """Record this node's account of a failure on it, and *report* as it was filed.
-
-        `decided` records what happens to the run.
-        """
+        """Record a failure on this node and its *report*; `decided` records the consequence."""
         generation = report.generation
-        toll = self._toll(generation)
+        time = self._recovery_time(generation)
         incident = incident_from_exits(
             exits,
             run_id=self._run_id,
             attempt=generation,
             node=self._node,
             rules=self._rules,
-            detected_us=self._wall_us(toll.detected_ns),
-            detected_mono_ns=toll.detected_ns,
+            detected_us=self._wall_us(time.detected_ns),
+            detected_mono_ns=time.detected_ns,
             kernel_lines=kernel_lines,
         )
         incident = merge_report(incident, report)
-        incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=toll.lost_s())
-        news = [*self._exits(exits, Severity.ERROR), reported(report)]
-        # A decision that did not wait for this node's report has opened the incident already.
-        if not self._book.is_about(generation):
-            self._close(toll.progress_ns, "another failure came first")
-            incident = self._book.open(incident, toll)
+        incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=time.lost_s())
+        drafts = [*self._exits(exits, Severity.ERROR), reported(report)]
+        # A decision that did not wait for this node's report has already opened the incident.
+        if not self._incident.is_about(generation):
+            self._close(time.progress_ns, "another failure came first")
+            incident = self._incident.open(incident, time)
         if generation == self._attempt:
-            news += self._end_of_attempt("failed", payloads.first_exit_code(exits))
-        self._emit_event(*news, of_incident(incident, Severity.ERROR))
+            drafts += self._end_of_attempt("failed", payloads.first_exit_code(exits))
+        self._emit_event(*drafts, of_incident(incident, Severity.ERROR))
         return incident
 
-    @in_turn
+    @locked
     def attempt_completed(self) -> None:
         """Record that every rank finished with exit code 0."""
         self._emit_event(*self._end_of_attempt("completed", 0))
         self._close(self._clock.mono_ns(), "the job finished")
 
-    @in_turn
+    @locked
     def attempt_interrupted(self, report: NodeReport, evidence: Sequence[Evidence] = ()) -> None:
         """Record that the workers were stopped although nothing failed here.
 
-        It was for a failure elsewhere, of which `decided` will tell, or because nodes came.
+        The reason is a failure elsewhere, which `decided` records, or nodes that joined.
         """
         if self._attempt is None:
             return
         self._evidence = tuple(evidence)
-        self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+        self._ended_ns.setdefault(self._attempt, self._clock.mono_ns())
         if self._is_regrouping:
-            self._close(self._last_progress_ns, "the run was restarted to take more nodes in")
+            self._close(self._last_progress_ns, "the run was restarted to add nodes")
         outcome = "regrouped" if self._is_regrouping else "failed"
         self._emit_event(reported(report), *self._end_of_attempt(outcome, None))
 
-    @in_turn
-    def decided(  # noqa: PLR0913  all that it rests on
+    @locked
+    def decided(  # noqa: PLR0913  its inputs
         self,
         decision: RestartDecision,
         reports: Sequence[NodeReport],
@@ -233,64 +231,51 @@ class RunJournal(CheckpointJournal):
         history: Sequence[PastFailure] = (),
         decided_by: str | None = None,
     ) -> None:
-        """Record a decision: the whole of it and the incident for the run where it was ours.
+        """Record a decision; one of this agent with its inputs and the run's incident.
 
         Args:
-            decision: What was decided.
-            reports: What was read for it, in order of arrival; none where it was not ours.
-            cluster: Who there was; None where it was not ours.
+            decision: The decision.
+            reports: Its inputs, in order of arrival; none where another agent decided.
+            cluster: The members; None where another agent decided.
             by_us: This agent decided.
-            note: Of the site's own decision, where it had a say.
+            note: A note on the decision of the site's plug-in, if there was one.
             history: The failures before this one.
             decided_by: The node that decided.
         """
         generation, now_ns = decision.failure.generation, self._clock.mono_ns()
-        if not self._book.is_about(generation):
-            toll = self._toll(generation)
-            self._close(toll.progress_ns, "another failure came first")
-            self._book.heard(decision, toll)
-        ruling = RestartRecord(
+        if not self._incident.is_about(generation):
+            time = self._recovery_time(generation)
+            self._close(time.progress_ns, "another failure came first")
+            self._incident.open_remote(decision, time)
+        record = RestartRecord(
             decision=decision, reports=reports, by_us=by_us, decided_by=decided_by
         )
-        incident = self._book.decided(ruling, now_ns, self._evidence)
-        news = [of_incident(incident, Severity.ERROR)]
+        incident = self._incident.decided(record, now_ns, self._evidence)
+        drafts = [of_incident(incident, Severity.ERROR)]
         if by_us and cluster is not None:
             made = payloads.decision_made(decision, reports, cluster, history, note)
             payload = {**made, "incident": incident.id}
-            news.append(EventDraft(kind="decision.made", payload=payload, attempt=generation))
-            news += [exclusion(n, why, generation) for n, why in decision.exclude.items()]
-        self._emit_event(*news)
+            drafts.append(EventDraft(kind="decision.made", payload=payload, attempt=generation))
+            drafts += [exclusion(n, why, generation) for n, why in decision.exclude.items()]
+        self._emit_event(*drafts)
 
-    @in_turn
+    @locked
     def fenced(self, why: str) -> None:
         """Record that this agent ended its workers because it may have been removed."""
-        news = [self._news("agent.fenced", {"why": why}, Severity.WARNING)]
+        drafts = [self._draft("agent.fenced", {"why": why}, Severity.WARNING)]
         if self._attempt is not None:
-            self._noticed.setdefault(self._attempt, self._clock.mono_ns())
+            self._ended_ns.setdefault(self._attempt, self._clock.mono_ns())
             self._close(self._last_progress_ns, "this node was cut off from the others")
-            news += self._end_of_attempt("failed", None)
-        self._emit_event(*news)
+            drafts += self._end_of_attempt("failed", None)
+        self._emit_event(*drafts)
 
-    @in_turn
+    @locked
     def drained(self, signal_name: str, exits: Sequence[WorkerExit], exit_code: int) -> None:
-        """Record that the run stopped in order because *signal_name* asked for it."""
-        self._end_on_request(
-            exits,
-            f"the run was drained on {signal_name}",
-            lambda now_us, now_ns: incident_from_drain(
-                signal_name,
-                exits,
-                exit_code,
-                run_id=self._run_id,
-                attempt=self._attempt or 0,
-                node=self._node,
-                rules=self._rules,
-                detected_us=now_us,
-                detected_mono_ns=now_ns,
-            ),
-        )
+        """Record that the run was drained because of *signal_name*."""
+        make = partial(incident_from_drain, signal_name, exits, exit_code)
+        self._end_on_request(exits, f"the run was drained on {signal_name}", make)
 
-    @in_turn
+    @locked
     def cancelled(
         self,
         signal_name: str,
@@ -299,31 +284,23 @@ class RunJournal(CheckpointJournal):
         seen_mono_ns: int | None = None,
         kernel_lines: Sequence[str] = (),
     ) -> None:
-        """Record that a signal to the agent, seen at *seen_mono_ns*, ended the run."""
-        self._end_on_request(
+        """Record that a signal to the agent, received at *seen_mono_ns*, ended the run."""
+        make = partial(
+            incident_from_cancel,
+            signal_name,
             exits,
-            f"the run was cancelled by {signal_name}",
-            lambda now_us, now_ns: incident_from_cancel(
-                signal_name,
-                exits,
-                run_id=self._run_id,
-                attempt=self._attempt or 0,
-                node=self._node,
-                rules=self._rules,
-                detected_us=now_us,
-                detected_mono_ns=now_ns,
-                signal_seen_mono_ns=seen_mono_ns,
-                kernel_lines=kernel_lines,
-            ),
+            signal_seen_mono_ns=seen_mono_ns,
+            kernel_lines=kernel_lines,
         )
+        self._end_on_request(exits, f"the run was cancelled by {signal_name}", make)
 
-    @in_turn
+    @locked
     def rendezvous_failed(self, reason: str) -> None:
-        """Record that the agents did not come together for the attempt that was to begin."""
+        """Record that the rendezvous of the next attempt failed."""
         attempt = 0 if self._attempt is None else self._attempt + 1
         self._ended_by(incident_from_rendezvous, reason, attempt)
 
-    @in_turn
+    @locked
     def board_gone(self, reason: str) -> None:
         """Record that the run ends because its control store is lost."""
         self._ended_by(incident_from_lost_store, reason, self._attempt or 0)
@@ -335,46 +312,54 @@ class RunJournal(CheckpointJournal):
         self._emit_event(of_incident(incident, Severity.ERROR))
 
     def _end_on_request(
-        self, exits: Sequence[WorkerExit], why: str, incident_at: Callable[[int, int], Incident]
+        self, exits: Sequence[WorkerExit], why: str, make: Callable[..., Incident]
     ) -> None:
         now_us, now_ns = self._clock.now_us(), self._clock.mono_ns()
-        news = self._exits(exits, Severity.INFO)
+        drafts = self._exits(exits, Severity.INFO)
         if self._attempt is not None:
-            news += self._end_of_attempt("cancelled", None)
-        self._emit_event(*news)
-        if self._attempt is not None and self._book.is_about(self._attempt):
-            # This attempt had failed; no other has begun that could be cancelled.
+            drafts += self._end_of_attempt("cancelled", None)
+        self._emit_event(*drafts)
+        if self._attempt is not None and self._incident.is_about(self._attempt):
+            # This attempt has failed; no other one has begun that could be cancelled.
             self._close(now_ns, why)
             return
-        incident = incident_at(now_us, now_ns)
+        incident = make(
+            run_id=self._run_id,
+            attempt=self._attempt or 0,
+            node=self._node,
+            rules=self._rules,
+            detected_us=now_us,
+            detected_mono_ns=now_ns,
+        )
         incident = replace(incident, evidence=(*incident.evidence, *self._last_save))
         if incident.culprits:
             self._close(self._last_progress_ns, "another failure came first")
-            toll = RecoveryTime(progress_ns=self._last_progress_ns, detected_ns=now_ns)
-            incident = replace(incident, lost_s=toll.lost_s())
+            time = RecoveryTime(progress_ns=self._last_progress_ns, detected_ns=now_ns)
+            incident = replace(incident, lost_s=time.lost_s())
         else:
             self._close(now_ns, why)
         self._emit_event(of_incident(incident, Severity.WARNING))
 
-    @in_turn
+    @locked
     def given_up(self, exit_code: int) -> None:
-        """Record that nothing will be tried any more: what is still open has its whole cost."""
+        """Record that no restart follows: the open incident has its full cost."""
         resolution = f"not recovered: the run ended with exit code {exit_code}"
         at_ns = self._clock.mono_ns()
-        if self._book.waits_for_workers and (running_ns := self._marks.get("running")) is not None:
-            # The others went on without this node, which saw no more of it.
-            at_ns, resolution = running_ns, "the run went on without this node"
+        running_ns = self._marks.get("running")
+        if self._incident.waits_for_workers and running_ns is not None:
+            # The run continued without this node, which does not follow it any more.
+            at_ns, resolution = running_ns, "the run continued without this node"
         self._close(at_ns, resolution)
 
-    def _toll(self, generation: int) -> RecoveryTime:
-        """Return when the failure of *generation* began to cost; that may never have run here."""
-        detected_ns = self._noticed.setdefault(generation, self._clock.mono_ns())
+    def _recovery_time(self, generation: int) -> RecoveryTime:
+        """Return the start of the failure of *generation*, which may not have run here."""
+        detected_ns = self._ended_ns.setdefault(generation, self._clock.mono_ns())
         was_running = generation == self._attempt
         progress_ns = self._last_progress_ns if was_running else detected_ns
         return RecoveryTime(progress_ns=min(progress_ns, detected_ns), detected_ns=detected_ns)
 
     def _job_steps_again(self, at_ns: int) -> None:
-        incident = self._book.steps_again(at_ns, self._restoring.longest_ns)
+        incident = self._incident.steps_again(at_ns, self._restoring.longest_ns)
         if incident is None:
             return
         self._emit_event(of_incident(incident))
@@ -383,17 +368,17 @@ class RunJournal(CheckpointJournal):
 
     def _close(self, at_ns: int, resolution: str) -> None:
         """Close the incident whose cost was still running up at *at_ns*."""
-        if self._book.has_stepped:
-            # What is made again ends with the last step; what comes after it is no failure's.
+        if self._incident.has_stepped:
+            # The redo ends with the last step; time after it is not lost to the failure.
             at_ns = min(at_ns, self._last_progress_ns)
-        incident = self._book.close(
+        incident = self._incident.close(
             at_ns, resolution, steps_are_seen=self._has_stepped, redoes=self._highest is not None
         )
         if incident is not None:
             self._emit_event(of_incident(incident))
 
     def _end_of_attempt(self, outcome: str, exit_code: int | None) -> list[EventDraft]:
-        """Return the end of the running attempt; nothing where it is recorded already."""
+        """Return the events of the end of the attempt; none where it is recorded already."""
         if not self._is_new("ended"):
             return []
         last_ns = self._progress.last_mono_ns
@@ -406,19 +391,19 @@ class RunJournal(CheckpointJournal):
             last_us=None if last_ns is None else self._wall_us(last_ns),
         )
         self._highest = self._progress.highest
-        return [*rest, self._news("attempt.ended", payload)]
+        return [*rest, self._draft("attempt.ended", payload)]
 
     def _minute(self, *, at_once: bool) -> list[EventDraft]:
         minute = self._progress.take_minute(self._clock.mono_ns(), at_once=at_once)
-        # Steps are the same on all nodes: one agent's figures stand for the run.
+        # Steps are the same on all nodes: one agent's figures represent the run.
         if minute is None or not self._leads:
             return []
         minute_us = self._wall_us(minute.start_mono_ns) // MINUTE_US * MINUTE_US
-        return [self._news("attempt.progress", payloads.minute(minute, minute_us))]
+        return [self._draft("attempt.progress", payloads.minute(minute, minute_us))]
 
     def _exits(self, exits: Sequence[WorkerExit], severity: Severity) -> list[EventDraft]:
         return [
-            self._news(
+            self._draft(
                 "worker.exited",
                 payloads.worker_exited(worker),
                 severity if not worker.terminated and worker.exit_code != 0 else Severity.INFO,

@@ -1,6 +1,6 @@
-"""Everything that one agent keeps about its run: folder, journal, spool, kernel log.
+"""The files and the recorder of one agent's run: folder, journal, spool, kernel log.
 
-A thread sends the spool to the store, so that training waits for no database.
+A thread sends the spool to the store, so that training never waits for a database.
 """
 
 import logging
@@ -39,10 +39,10 @@ RING_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 mkd
 
 
 class AttemptKernelLog:
-    """This node's kernel log, from a mark on; empty where it may not be read. Never raises.
+    """This node's kernel log since a mark; empty where it cannot be read. Never raises.
 
-    It is the proof of an OOM kill, or an Xid. Records are counted by their sequence number, not by
-    time: the kernel's clock for its log drifts from the monotonic clock that dates everything else.
+    It proves an OOM kill, or an Xid. Records are identified by their sequence number, not by time:
+    the kernel's clock for its log drifts from the monotonic clock that is used everywhere else.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -50,7 +50,7 @@ class AttemptKernelLog:
         self._mark: int | None = None
 
     def mark(self) -> None:
-        """Remember where the log ends now."""
+        """Set the mark to the end of the log."""
         records = self._read()
         self._mark = None if records is None else max((r.sequence for r in records), default=-1)
 
@@ -83,7 +83,7 @@ Flush = Callable[[float], FlushSummary]
 
 
 class Flusher:
-    """Calls *flush* (with its deadline in seconds) now and then, and once more at the end."""
+    """Calls *flush* (with its deadline in seconds) periodically, and once more at the end."""
 
     def __init__(
         self, flush: Flush, *, first_after_s: float = FIRST_AFTER_S, every_s: float = EVERY_S
@@ -98,9 +98,9 @@ class Flusher:
         self._thread.start()
 
     def close(self, within_s: float = 2 * DEADLINE_S) -> str | None:
-        """Flush a last time; return what the user should know of what stays in the spool.
+        """Flush a last time; return a note for the user on events that remain in the spool.
 
-        Returns after *within_s* even if a file system or a server holds the thread.
+        Returns after *within_s* even if a file system or a server blocks the thread.
         """
         self._stop.set()
         self._thread.join(within_s)
@@ -124,7 +124,7 @@ class Flusher:
             self._last = self._flush(DEADLINE_S)
             self._error = None
         except SpoolError:
-            # Whoever records has said, once, what is wrong with the spool.
+            # The recorder has already reported the problem of the spool.
             log.debug("flush failed", exc_info=True)
         except Exception as exc:  # boundary: a broken store must not end the run
             self._error = f"sending events to the store failed: {exc}"
@@ -132,7 +132,7 @@ class Flusher:
 
 
 class DecisionLog:
-    """The decisions on this run."""
+    """Records the decisions on this run."""
 
     def __init__(self, journal: RunJournal) -> None:
         self._journal = journal
@@ -140,14 +140,14 @@ class DecisionLog:
         self._recorded: tuple[int, float] | None = None
 
     def propose(self, decided: DecisionRecord) -> None:
-        """Keep what this agent's own decision rests on; `record` writes it once it is valid.
+        """Keep the inputs of this agent's own decision; `record` writes it once it is valid.
 
-        From any thread. One that loses against another leader's hides no earlier one.
+        From any thread. A decision that loses against another leader's replaces no earlier one.
         """
         self._proposed[_key(decided.decision)] = decided
 
     def record(self, record: ControlRecord, generation: int | None) -> None:
-        """Write the decision in *record* if it is ours, or is on *generation*, which ran here."""
+        """Write the decision in *record* if this agent made it, or if *generation* ran here."""
         decision = record.decision
         if decision is None or _key(decision) == self._recorded:
             return
@@ -170,13 +170,13 @@ class DecisionLog:
 
 
 def _key(decision: RestartDecision) -> tuple[int, float]:
-    """Return what no two decisions share, not even two on one generation by two leaders."""
+    """Return a key that is unique even for two decisions on one generation by two leaders."""
     return decision.failure.generation, decision.failure.at_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended here, for the command to print."""
+    """How a run ended on this node, for the command to print."""
 
     exit_code: int
     outcome: str
@@ -184,11 +184,11 @@ class RunOutcome:
     run_id: str | None = None
     run_dir: Path | None = None
     note: str | None = None
-    goes_on: bool = False  # without this node, for which it is over
+    goes_on: bool = False  # the run continues without this node
 
 
 def ended_as(exit_code: int) -> str:
-    """Return the word of the store for a run that ended with *exit_code* by agreement."""
+    """Return the store's outcome of a run that ended with *exit_code* by agreement."""
     if exit_code == EXIT_OK:
         return "completed"
     return "preempted" if exit_code == EXIT_REQUEUE else "failed"
@@ -196,7 +196,7 @@ def ended_as(exit_code: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContext:
-    """What does not change during a run, and how to make what does."""
+    """The constants of a run on this node, and the factories of its parts."""
 
     node: str
     clock: Clock
@@ -210,50 +210,50 @@ class NodeContext:
 
 
 class RunSession:
-    """One run as this agent records it."""
+    """The record of one run by this agent."""
 
-    def __init__(self, around: NodeContext, identity: RunIdentity, *, leads: bool) -> None:
-        path = around.run_parent / identity.folder
+    def __init__(self, context: NodeContext, identity: RunIdentity, *, leads: bool) -> None:
+        path = context.run_parent / identity.folder
         self.identity = identity
         self.leads = leads
-        self.rules = around.rules
+        self.rules = context.rules
         self.directory = RunDirectory(path, *_rings())
-        self.kernel_log = AttemptKernelLog(around.root)
+        self.kernel_log = AttemptKernelLog(context.root)
         path.mkdir(parents=True, exist_ok=True)
         self._recorder = QueuedRecorder(
-            around.make_recorder(self.directory.journal), node=around.node, clock=around.clock
+            context.make_recorder(self.directory.journal), node=context.node, clock=context.clock
         )
-        self._flusher = Flusher(around.flush)
+        self._flusher = Flusher(context.flush)
         self._failures: Counter[str] = Counter()
-        self._clock = around.clock
-        self._node = around.node
+        self._clock = context.clock
+        self._node = context.node
         self.journal = RunJournal(
             self._emit,
-            around.clock,
+            context.clock,
             run_id=identity.run_id,
-            node=around.node,
-            rules=around.rules,
+            node=context.node,
+            rules=context.rules,
         )
-        self.journal.node_seen(around.node_facts)
+        self.journal.node_seen(context.node_facts)
         if leads:
-            self.journal.run_started(around.run_facts(path))
+            self.journal.run_started(context.run_facts(path))
 
-    def _emit(self, *news: EventDraft) -> None:
-        self._recorder.record(*(self._event(item) for item in news))
+    def _emit(self, *drafts: EventDraft) -> None:
+        self._recorder.record(*(self._event(draft) for draft in drafts))
 
-    def _event(self, news: EventDraft) -> Event:
+    def _event(self, draft: EventDraft) -> Event:
         return new_event(
-            news.kind,
+            draft.kind,
             node=self._node,
             clock=self._clock,
-            severity=news.severity,
+            severity=draft.severity,
             run_id=self.identity.run_id,
-            attempt=news.attempt,
-            payload=news.payload,
+            attempt=draft.attempt,
+            payload=draft.payload,
         )
 
     def write_state(self, state: Mapping[str, object], *, group_rank: int) -> None:
-        """Have the state file replaced, without waiting for its file system."""
+        """Replace the state file, without waiting for its file system."""
 
         def write() -> None:
             self.directory.write_state(state, group_rank=group_rank)
@@ -261,9 +261,9 @@ class RunSession:
         self._recorder.call(lambda: self.safely("writing the run's state", write))
 
     def safely(self, what: str, act: Callable[[], None]) -> None:
-        """Do *act*; a failure of it is recorded as ours and ends there.
+        """Call *act*; record its exception as a failure of gpuops, and suppress it.
 
-        The first of each *what* is; the others, ten a second at worst, are counted until the end.
+        Only the first one of each *what* is recorded; the others, up to ten a second, are counted.
         """
         try:
             act()
@@ -274,7 +274,7 @@ class RunSession:
                 self.journal.tool_failed(what, exc, traceback.format_exc())
 
     def close(self, outcome: str, exit_code: int, reason: str) -> str | None:
-        """End the run's record; return a note on what could not be delivered."""
+        """End the record of the run; return a note on events that could not be delivered."""
         for what, times in self._failures.items():
             if times > 1:
                 self.journal.tool_failed_again(what, times - 1)

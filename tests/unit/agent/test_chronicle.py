@@ -551,7 +551,7 @@ def test_a_node_that_the_run_went_on_without_stops_counting(world):
 
     (incident,) = world.incidents()
     assert incident["lost_seconds_by_phase"]["rendezvous"] == 3.0
-    assert incident["resolution"] == "the run went on without this node"
+    assert incident["resolution"] == "the run continued without this node"
 
 
 def test_agents_that_regroup_without_a_failure_leave_no_incident(world):

@@ -217,7 +217,7 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
         ("open", [], None),
         ("closed", ["exclude-node"], None),
     ]
-    assert incidents[1]["resolution"] == "the run does without n1"
+    assert incidents[1]["resolution"] == "n1 was excluded from the run"
     assert {item["id"] for item in incidents[1]["culprits"]} == {"1", "n1"}
 
 

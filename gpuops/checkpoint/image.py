@@ -150,11 +150,15 @@ def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> Image
         CorruptError: It is not a valid image, or is truncated; the message says what is wrong.
     """
     with memoryview(view).cast("B") as flat:
-        whole = len(flat) if nbytes is None else nbytes
+        total_bytes = len(flat) if nbytes is None else nbytes
         n_json = int.from_bytes(flat[:_LENGTH_BYTES], "little")
         begin = _LENGTH_BYTES + n_json
-        if n_json > HEADER_BYTES_MAX or not _LENGTH_BYTES + 2 <= begin <= min(len(flat), whole):
-            raise CorruptError(f"the image of {whole} bytes declares a header of {n_json} bytes")
+        if n_json > HEADER_BYTES_MAX or not _LENGTH_BYTES + 2 <= begin <= min(
+            len(flat), total_bytes
+        ):
+            raise CorruptError(
+                f"the image of {total_bytes} bytes declares a header of {n_json} bytes"
+            )
         if begin % ALIGN_BYTES:
             raise CorruptError(f"the data of the image begin at {begin}, not at a page boundary")
         header = bytes(flat[:begin])
@@ -163,8 +167,8 @@ def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> Image
     shard, offsets, shapes = _read_metadata(metadata, entries.keys())
     placed = [_read_entry(name, entry, begin, offsets, shapes) for name, entry in entries.items()]
     placed.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    _check_contiguous(placed, begin, whole)
-    return _make_layout(shard, tuple(placed), header, whole)
+    _check_contiguous(placed, begin, total_bytes)
+    return _make_layout(shard, tuple(placed), header, total_bytes)
 
 
 def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> None:
@@ -255,9 +259,9 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
         raise error(f"{name} has the dtype {_abbreviate(spec.dtype)}, which images do not support")
     if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
         raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
-    for size, offset, whole in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
-        if not (0 <= size <= size + offset <= whole <= DIM_MAX):
-            raise error(f"{name}: {size} items from {offset} on exceed a dimension of {whole}")
+    for size, offset, full in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
+        if not (0 <= size <= size + offset <= full <= DIM_MAX):
+            raise error(f"{name}: {size} items from {offset} on exceed a dimension of {full}")
     if spec.nbytes != prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]:
         raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
 

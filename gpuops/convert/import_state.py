@@ -151,8 +151,8 @@ def _flatten(source: ImportSource, step: int, part: str | None) -> FlatState:
         flat = from_nested(source.tree, step)
         names = set(map(str, gpuops_metadata.get("names", ())))
     if len(blobs) == 1 and names <= flat.tensors.keys() and gpuops_metadata.get("step") == step:
-        kept = {name: tensor for name, tensor in flat.tensors.items() if name in names}
-        return FlatState(kept, blobs[0].encode(), flat.notes)
+        tensors = {name: tensor for name, tensor in flat.tensors.items() if name in names}
+        return FlatState(tensors, blobs[0].encode(), flat.notes)
     if source.is_flat:
         flat = from_nested(_build_nested(source, blobs), step)
     flat.notes.append(

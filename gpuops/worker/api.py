@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, WorkerFlag, WorkerPhase
-from gpuops.worker.heartbeat import Heart
+from gpuops.worker.heartbeat import Heartbeat
 
 _STEP_MAX = 2**63 - 1
 # The agent learns of a signal to this process within its next poll, and answers with a request
@@ -49,7 +49,7 @@ def progress(step: int) -> None:
     try:
         _heart.progress(min(number, _STEP_MAX))
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
-        _silence()
+        _disable()
 
 
 def named(step: int) -> None:
@@ -59,7 +59,7 @@ def named(step: int) -> None:
     try:
         _heart.named(min(step, _STEP_MAX))
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
-        _silence()
+        _disable()
 
 
 def phase(name: str) -> "PhaseScope":
@@ -76,7 +76,7 @@ def phase(name: str) -> "PhaseScope":
         text = str(name)
         scope.before = _heart.enter(_NAMES.get(text.lower(), WorkerPhase.OTHER), text)
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
-        _silence()
+        _disable()
     return scope
 
 
@@ -101,7 +101,7 @@ class PhaseScope:
             # Before the first step, the next step is still the first one.
             _heart.enter(phase if name else WorkerPhase.RESUMED, name)
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
-            _silence()
+            _disable()
 
 
 def should_stop() -> bool:
@@ -123,12 +123,12 @@ def should_stop() -> bool:
         return False
 
 
-_heart: Heart | None = None
+_heart: Heartbeat | None = None
 _has_failed = False
 _signalled_ns: Callable[[], int | None] = lambda: None  # noqa: E731 until `connect`
 
 
-def connect(heart: Heart, signalled_ns: Callable[[], int | None]) -> None:
+def connect(heart: Heartbeat, signalled_ns: Callable[[], int | None]) -> None:
     """Have these functions use *heart*; *signalled_ns* returns when a signal came, if any."""
     global _heart, _signalled_ns
     _heart, _signalled_ns = heart, signalled_ns
@@ -149,7 +149,7 @@ def has_failed() -> bool:
     return _has_failed
 
 
-def _silence() -> None:
+def _disable() -> None:
     if _heart is not None:
         _heart.stop()
 

@@ -35,7 +35,7 @@ from gpuops.wire.ring import (
 from gpuops.worker.optimizer_hook import PATIENCE, StepReader
 
 # A script may install its own handlers at any time; checking ours costs a third of a beat.
-LOOK_EVERY = 16
+CHECK_EVERY = 16
 _BETWEEN_STEPS = (WorkerPhase.RESUMED, "")
 _HANDLERS = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 | WorkerFlag.HANDLES_SIGUSR2
 
@@ -62,7 +62,7 @@ def create_ring(path: Path, header: RingHeader) -> mmap.mmap:
     return ring
 
 
-class Heart:
+class Heartbeat:
     """The heartbeat of this process; an exception in it ends the beats, never the training.
 
     *handlers* returns which signal handlers are still ours. Beats may come from any thread and from
@@ -184,7 +184,7 @@ class Heart:
             self._phase = _BETWEEN_STEPS
         self._beats = seq = self._beats + 1
         write_beat(self._ring, Beat(seq, step, self._mono_ns(), phase, source, self._calls, name))
-        if seq % LOOK_EVERY == 1:
+        if seq % CHECK_EVERY == 1:
             write_flags(self._ring, self._handlers(), _HANDLERS)
 
     def _new_reader(self, optimizer: Any) -> StepReader:  # noqa: ANN401

@@ -42,7 +42,7 @@ class StepReader:
         """Return the optimizer's step, `STEP_UNKNOWN` where it has none on the host."""
         if not self._chosen:
             self._choose(optimizer)
-        step = self._look(optimizer)
+        step = self._scan(optimizer)
         if step > self._highest:
             self._highest = step
             return step
@@ -51,13 +51,13 @@ class StepReader:
             return step
         self._stalled = 0
         self._choose(optimizer)
-        step = self._look(optimizer)
+        step = self._scan(optimizer)
         moved = step > self._highest
         self._patience = PATIENCE if moved else min(2 * self._patience, PATIENCE_MAX)
         self._highest = max(step, self._highest)
         return step
 
-    def _look(self, optimizer: Any) -> int:  # noqa: ANN401
+    def _scan(self, optimizer: Any) -> int:  # noqa: ANN401
         parameter = self._parameter()
         if parameter is None:
             return STEP_UNKNOWN

@@ -12,7 +12,7 @@ from threading import get_ident
 from types import FrameType
 
 from gpuops.wire.ring import AgentRequest, WorkerFlag
-from gpuops.worker.heartbeat import Heart
+from gpuops.worker.heartbeat import Heartbeat
 
 _WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -26,7 +26,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signalled_ns: int | None = None
-        self.heart: Heart | None = None
+        self.heart: Heartbeat | None = None
         self.dumps_stacks = False
         self._pid = os.getpid()
         self._handler = self._handle  # one object, so that `is` distinguishes it from the script's

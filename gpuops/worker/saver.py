@@ -295,7 +295,7 @@ class CheckpointSaver:
         self._run_guarded(lambda keeper: self._seal(keeper, lease))
 
     def _seal(self, keeper: RankKeeperClient, lease: Lease) -> None:
-        keeper.seal(lease)
+        keeper.mark_written(lease)
         self._n_saved += 1
         self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
 

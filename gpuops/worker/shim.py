@@ -44,7 +44,7 @@ from gpuops.config.resolve import environ  # noqa: E402
 from gpuops.wire.ring import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
 from gpuops.worker import api, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
-from gpuops.worker.heartbeat import Heart, create_ring  # noqa: E402
+from gpuops.worker.heartbeat import Heartbeat, create_ring  # noqa: E402
 from gpuops.worker.optimizer_hook import install  # noqa: E402
 from gpuops.worker.preemption import Preemption  # noqa: E402
 from gpuops.worker.script import die_with_parent  # noqa: E402
@@ -58,16 +58,16 @@ _OUR_FILES = frozenset({__file__, script.__file__})
 def main() -> None:
     """Become the program of the command line."""
     env = environ()
-    words = sys.argv[1:]
+    argv = sys.argv[1:]
     if env.get("GPUOPS_DISABLE", "") in {"", "0", "false"}:
-        prepare(env, becomes_another_program=words[:1] == ["--exec"])
-    if words[:1] == ["--exec"]:
-        become(words[1:])
+        prepare(env, becomes_another_program=argv[:1] == ["--exec"])
+    if argv[:1] == ["--exec"]:
+        become(argv[1:])
     try:
-        if words[:1] == ["-m"]:
-            script.run_module(words[1], words[2:])
+        if argv[:1] == ["-m"]:
+            script.run_module(argv[1], argv[2:])
         else:
-            script.run_script(words[0], words[1:])
+            script.run_script(argv[0], argv[1:])
         api.finish(WorkerPhase.FINISHED)
     except BaseException as error:  # boundary: recorded, and then ends the process as without us
         is_end = isinstance(error, SystemExit) and error.code in {None, 0}
@@ -79,14 +79,14 @@ def main() -> None:
         raise
 
 
-def become(words: list[str]) -> NoReturn:
-    """Become the program *words*; where that fails, print why and exit as a shell would."""
+def become(argv: list[str]) -> NoReturn:
+    """Become the program *argv*; where that fails, print why and exit as a shell would."""
     try:
-        os.execvp(words[0], words)  # noqa: S606 the user's own program
+        os.execvp(argv[0], argv)  # noqa: S606 the user's own program
     except OSError as error:
-        is_there = Path(words[0]).exists()
+        is_there = Path(argv[0]).exists()
         what = "its interpreter does not exist" if is_there and error.errno == errno.ENOENT else ""
-        sys.stderr.write(f"cannot execute {words[0]}: {what or error.strerror}\n")
+        sys.stderr.write(f"cannot execute {argv[0]}: {what or error.strerror}\n")
         sys.exit(127 if error.errno == errno.ENOENT else 126)
 
 
@@ -150,7 +150,7 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     view = memoryview(ring)
     # Before the first beat, for a worker that hangs early.
     write_flags(view, preemption.ours() & WorkerFlag.HANDLES_SIGUSR2, WorkerFlag.HANDLES_SIGUSR2)
-    preemption.heart = heart = Heart(view, handlers=preemption.ours)
+    preemption.heart = heart = Heartbeat(view, handlers=preemption.ours)
     api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)
     install(heart)

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpuops.wire.ring import RING_BYTES, RingHeader, write_header
-from gpuops.worker.heartbeat import Heart
+from gpuops.worker.heartbeat import Heartbeat
 
 BLOCKS = 300
 STEPS = 50
@@ -49,7 +49,7 @@ def per_call_us(call, count):
 
 def measure(name):
     """Return the figures for one optimizer, microseconds per step."""
-    optimizer, heart = make_optimizer(name), Heart(make_ring())
+    optimizer, heart = make_optimizer(name), Heartbeat(make_ring())
     alone = [per_call_us(lambda: heart(optimizer, (), {}), STEPS) for _ in range(BLOCKS)]
     without, with_hook = [], []
     for _ in range(BLOCKS):

@@ -25,7 +25,7 @@ from bench_heartbeat import make_optimizer, make_ring, per_call_us
 from support.cluster_run import ClusterRun
 from support.hosts import Loopbacks
 
-from gpuops.worker.heartbeat import Heart
+from gpuops.worker.heartbeat import Heartbeat
 
 NODES = 2
 STEP_S = 0.1
@@ -37,7 +37,7 @@ NS = 10**9
 
 def hook_us():
     """Return the median time of one call of the hook, in microseconds."""
-    optimizer, heart = make_optimizer("AdamW"), Heart(make_ring())
+    optimizer, heart = make_optimizer("AdamW"), Heartbeat(make_ring())
     took = [per_call_us(lambda: heart(optimizer, (), {}), CALLS) for _ in range(BLOCKS)]
     return statistics.median(took)
 

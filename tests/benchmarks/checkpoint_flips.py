@@ -133,7 +133,7 @@ class _HeldImage:
         lease = wait_until(lambda: _as_lease(keeper.acquire(1)), _DEADLINE_S, "a lease")
         self.memory = slots[lease.slot]
         self.memory.view[:] = image.bytes
-        keeper.seal(lease)
+        keeper.mark_written(lease)
         link = KeeperClient.connect(self._socket)
         wait_until(lambda: link.stats()["persisted"], _DEADLINE_S, "the state on disk")
         link.close()

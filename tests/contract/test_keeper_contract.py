@@ -169,7 +169,7 @@ def test_ranks_agree_on_every_step_and_the_newest_stays_whole(node):
     state = save_all(ranks, 1)
     halves = [rank.copy(2) for rank in ranks]
     assert all(isinstance(half, Lease) for half in halves)
-    ranks[0].keeper.seal(halves[0])
+    ranks[0].keeper.mark_written(halves[0])
     skipped = [rank.keeper.acquire(3) for rank in ranks]
 
     assert all(isinstance(answer, Skipped) and answer.is_due for answer in skipped)
@@ -184,7 +184,7 @@ def test_a_copy_that_failed_gives_the_state_up_for_all(node):
     ranks = crew(node)
     state = save_all(ranks, 1)
     grants = [rank.copy(2) for rank in ranks]
-    ranks[0].keeper.seal(grants[0])
+    ranks[0].keeper.mark_written(grants[0])
     ranks[1].keeper.abandon(grants[1])
 
     assert newest(ranks[0].keeper) == [state.epoch, state.step]
@@ -195,7 +195,7 @@ def test_a_seal_without_a_grant_is_refused(node):
     (rank,) = crew(node, 1)
 
     with pytest.raises(KeeperError, match="is not writing"):
-        rank.keeper.seal(Lease(0, StateId(0, 99)))
+        rank.keeper.mark_written(Lease(0, StateId(0, 99)))
 
 
 def test_nothing_is_due_before_its_time(node):
@@ -222,7 +222,7 @@ def test_a_slot_without_its_header_is_no_state(node):
     state = save_all([rank], 1)
     grant = rank.keeper.acquire(2)
     rank.slots[grant.slot].view[:8] = b"\xff" * 8
-    rank.keeper.seal(grant)
+    rank.keeper.mark_written(grant)
 
     until(lambda: rank.keeper.stats()["given_up"] == 1, what="giving it up")
     assert newest(rank.keeper) == [state.epoch, state.step]

@@ -346,7 +346,7 @@ def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, 
     until(lambda: all(state in node.agent.status().progress.parts for node in nodes[:2]))
     # Two of three: nobody sees it, and nobody can make it appear.
     assert store.list_states() == ()
-    nodes[0].agent.seal_persisted(state, 3)
+    nodes[0].agent.commit_persisted(state, 3)
     until(lambda: nodes[0].heard_of("persist_failed"))
     assert "not all of its 3 shards" in nodes[0].heard_of("persist_failed")[0]["why"]
     assert store.list_states() == ()
@@ -355,9 +355,9 @@ def test_a_shared_directory_has_a_state_once_it_is_sealed_and_not_before(nodes, 
     nodes[2].agent.commit(state, persist=True)
     until(lambda: state in nodes[2].agent.status().progress.parts)
     assert store.list_states() == ()
-    nodes[0].agent.seal_persisted(state, 3)
+    nodes[0].agent.commit_persisted(state, 3)
     until(lambda: nodes[0].agent.status().progress.persisted == state)
-    nodes[0].agent.seal_persisted(state, 3)
+    nodes[0].agent.commit_persisted(state, 3)
     assert [stored.state for stored in store.list_states()] == [state]
     assert verify_state(store, state) == []
     assert store.read_manifest(state).job == JOB
@@ -370,7 +370,7 @@ def test_with_no_peer_left_the_directory_serves(nodes, start, tmp_path):
     seat(crew, 0, 2, **options)
     state = commit(crew, save(crew, 3), persist=True)
     until(lambda: all(state in node.agent.status().progress.parts for node in crew))
-    crew[1].agent.seal_persisted(state, 2)
+    crew[1].agent.commit_persisted(state, 2)
     until(lambda: crew[1].agent.status().progress.persisted == state)
     crew[1].kill()
     corrupt(crew[0], Shard(1, 2))

@@ -98,7 +98,7 @@ WRITER = """
         time.sleep(max(step / 12 - time.monotonic(), 0))
         answer = me.copy(step)
         if isinstance(answer, Lease):
-            keeper.seal(answer)
+            keeper.mark_written(answer)
 """
 
 

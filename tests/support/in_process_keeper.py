@@ -163,8 +163,8 @@ class InProcessKeeper:
 
         return self._run(do)
 
-    def seal(self, lease: Lease) -> None:
-        self._run(lambda core: core.seal(self._rank_info, lease.state))
+    def mark_written(self, lease: Lease) -> None:
+        self._run(lambda core: core.mark_written(self._rank_info, lease.state))
 
     def abandon(self, lease: Lease) -> None:
         self._run(lambda core: core.abandon(self._rank_info, lease.state))

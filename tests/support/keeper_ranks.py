@@ -62,7 +62,7 @@ class Rank:
     def save(self, step):
         answer = self.copy(step)
         if isinstance(answer, Lease):
-            self.keeper.seal(answer)
+            self.keeper.mark_written(answer)
         return answer
 
 

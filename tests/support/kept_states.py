@@ -159,7 +159,7 @@ class Keeper:
         self._check()
         self.buffer_table.give_up(state)
 
-    def try_seal(self, state, world):
+    def try_commit_persisted(self, state, world):
         self._check()
         for player in self.world.seated():
             assert state in player.keeper.parts
@@ -218,7 +218,7 @@ class Keeper:
         if not self.is_copying:
             return  # its rank has gone
         state, self.is_copying = granted.state, False
-        if self.buffer_table.seal(0, state) is None:
+        if self.buffer_table.mark_written(0, state) is None:
             return
         if self.world.rng.random() < self.world.p_corrupt:
             self.buffer_table.give_up(state)

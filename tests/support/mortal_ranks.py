@@ -148,7 +148,7 @@ class Rank:
                 self.board.notify(self.rank, COPIES)
                 self._copy(self.slots[answer.slot].view, answer.state)
                 self.note("copied", answer.state)
-                self.keeper.seal(answer)
+                self.keeper.mark_written(answer)
                 self.board.notify(self.rank, SEALED)
         except KeeperError as exc:
             # As for any rank: the keeper is gone, and training goes on; there may be another soon.

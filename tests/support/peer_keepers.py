@@ -151,7 +151,7 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=
     for n, node in enumerate(nodes):
         before, after = [nodes[n - 1]], [nodes[(n + 1) % len(nodes)]]
         if placed is not None:
-            before = [other for other in nodes if other.name in placed.held_by(node.name)]
+            before = [other for other in nodes if other.name in placed.owners_of(node.name)]
             after = [other for other in nodes if other.name in placed.holders(node.name)]
         keep = [Shard(rank, world) for o in before if o is not node for rank in posts[o]]
         node.agent.replicate([other.peer for other in after if other is not node], keep)

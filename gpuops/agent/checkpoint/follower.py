@@ -367,7 +367,7 @@ class CommitFollower:
             now.seal_polls = 0
             return
         if now.seal_polls % SEAL_RETRY_POLLS == 0:
-            client.try_seal(sealed, now.roster.world_size)
+            client.try_commit_persisted(sealed, now.roster.world_size)
         now.seal_polls += 1
 
     def _restore_from(self, client: KeeperClient, now: _Generation, restore: RestorePlan) -> None:
@@ -398,7 +398,7 @@ class CommitFollower:
         world = roster.world_size
         positions = {member.node: place for place, member in enumerate(roster.members)}
         keep = []
-        for owner in placement.held_by(me)[1:]:
+        for owner in placement.owners_of(me)[1:]:
             if owner in positions:
                 first = roster.first_rank(positions[owner])
                 n_ranks = roster.members[positions[owner]].n_workers

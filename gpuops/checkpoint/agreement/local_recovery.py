@@ -17,7 +17,7 @@ from gpuops.checkpoint.digest import (
 )
 from gpuops.checkpoint.keeper.messages import WHY_MAX
 from gpuops.checkpoint.manifest import Manifest
-from gpuops.checkpoint.memory.node_memory import HeldShard
+from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
 from gpuops.checkpoint.types import (
@@ -116,7 +116,7 @@ class StateSearchCriteria:
 
 
 def find_restorable(
-    memory: Mapping[StateId, Mapping[Shard, HeldShard]],
+    memory: Mapping[StateId, Mapping[Shard, MemoryShard]],
     store: CheckpointStore | None,
     criteria: StateSearchCriteria,
     *,
@@ -194,7 +194,7 @@ def _list_stored(
 @dataclass(slots=True)
 class _Candidate:
     state: StateId
-    memory: Mapping[Shard, HeldShard]
+    memory: Mapping[Shard, MemoryShard]
     store: CheckpointStore | None
     stored: StoredState | None
     choice: StateSearchResult
@@ -250,7 +250,7 @@ class _Candidate:
 
     def _tier(self, sources: Mapping[Shard, ShardLocation]) -> Tier:
         """Return the slowest tier of *sources*."""
-        in_memory = {id(held.memory) for held in self.memory.values()}
+        in_memory = {id(entry.memory) for entry in self.memory.values()}
         far = {shard for shard, source in sources.items() if id(source) not in in_memory}
         if far - self.from_peers:
             return Tier.PERSISTENT
@@ -265,7 +265,7 @@ class _Candidate:
         if self.stored is None or not self.memory:
             return
         records = {record.shard: record.digest.root for record in self.stored.manifest.shards}
-        if any(records.get(s) != held.copy.digest.root for s, held in self.memory.items()):
+        if any(records.get(s) != entry.copy.digest.root for s, entry in self.memory.items()):
             self.choice.add_reason(
                 f"the directory has a different {self.state}: two runs write there"
             )
@@ -274,11 +274,11 @@ class _Candidate:
     def _find_verified(self, shard: Shard) -> ShardLocation | str:
         """Return a verified copy of *shard*, or the reason why there is none."""
         why = "memory does not have it"
-        held = self.memory.get(shard)
-        if held is not None:
+        entry = self.memory.get(shard)
+        if entry is not None:
             why = self.bad.get(shard, "")
             if not why:
-                return held.memory
+                return entry.memory
             self._record_problem(shard, Tier.MEMORY, why)
         if self.peers is not None and shard in self.peers:
             try:
@@ -323,7 +323,7 @@ class _Candidate:
 
 
 def _damaged_shards(
-    memory: Mapping[Shard, HeldShard], map_function: MapFunction
+    memory: Mapping[Shard, MemoryShard], map_function: MapFunction
 ) -> dict[Shard, str]:
     """Return what is corrupt in each damaged copy, by shard.
 
@@ -331,19 +331,19 @@ def _damaged_shards(
     """
     damaged: dict[Shard, str] = {}
     pieces: list[tuple[Shard, range]] = []
-    for shard, held in memory.items():
+    for shard, entry in memory.items():
         try:
-            check_size_and_digest(held.memory.view, held.copy.digest)
+            check_size_and_digest(entry.memory.view, entry.copy.digest)
         except CorruptError as exc:
             damaged[shard] = str(exc)
             continue
-        numbers = range(chunk_count(held.memory.nbytes))
+        numbers = range(chunk_count(entry.memory.nbytes))
         cuts = range(0, len(numbers), _CHUNKS_PER_TASK)
         pieces += [(shard, numbers[at : at + _CHUNKS_PER_TASK]) for at in cuts]
 
     def look(piece: tuple[Shard, range]) -> Sequence[int]:
-        held = memory[piece[0]]
-        return damaged_among(held.memory.view, held.copy.digest, piece[1])
+        entry = memory[piece[0]]
+        return damaged_among(entry.memory.view, entry.copy.digest, piece[1])
 
     found: dict[Shard, list[int]] = {}
     for (shard, _), numbers_bad in zip(pieces, map_function(look, pieces), strict=True):

@@ -131,7 +131,7 @@ def plan_restore(inputs: RestoreInputs) -> RestorePlan:
         reason = _why_rejected(candidate, inputs, shards, lost.get(candidate, {}))
         if reason is None:
             trusted = {rank: copies.trusted() for rank, copies in sorted(shards.items())}
-            near = {
+            nearest = {
                 rank: [copy for copy in copies if copy.tier is Tier.MEMORY]
                 for rank, copies in trusted.items()
             }
@@ -139,12 +139,12 @@ def plan_restore(inputs: RestoreInputs) -> RestorePlan:
                 state=state,
                 epoch=epoch,
                 world=state_world,
-                tier=_slowest_tier(inputs, near, is_same_world=world == state_world),
+                tier=_slowest_tier(inputs, nearest, is_same_world=world == state_world),
                 why=tuple(why),
                 sources={
-                    r: tuple(copy.holder for copy in found) for r, found in near.items() if found
+                    r: tuple(copy.holder for copy in found) for r, found in nearest.items() if found
                 },
-                roots={rank: found[0].digest.root for rank, found in near.items() if found},
+                roots={rank: found[0].digest.root for rank, found in nearest.items() if found},
             )
         if len(why) < REASONS_MAX:
             why.append(f"{state}, world {state_world}: {reason}"[:_REASON_CHARS_MAX])
@@ -214,7 +214,7 @@ def _why_rejected(
 
 
 def _slowest_tier(
-    inputs: RestoreInputs, near: Mapping[int, Collection[ShardCopy]], *, is_same_world: bool
+    inputs: RestoreInputs, nearest: Mapping[int, Collection[ShardCopy]], *, is_same_world: bool
 ) -> Tier:
     """Return the slowest tier from which any node loads what it needs.
 
@@ -223,10 +223,10 @@ def _slowest_tier(
     """
     found = Tier.MEMORY
     for node, ranks in inputs.ranks.items():
-        for rank in ranks if is_same_world or not ranks else near:
-            if not near[rank]:
+        for rank in ranks if is_same_world or not ranks else nearest:
+            if not nearest[rank]:
                 return Tier.PERSISTENT
-            if all(copy.holder != node for copy in near[rank]):
+            if all(copy.holder != node for copy in nearest[rank]):
                 found = Tier.PEER
     return found
 

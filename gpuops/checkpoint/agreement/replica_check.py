@@ -295,9 +295,9 @@ def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
         return ()
     return tuple(
         GroupDigest(
-            state=state, key=key, n_ranks=n_ranks, n_tensors=n_tensors, rank_digests=sketches
+            state=state, key=key, n_ranks=n_ranks, n_tensors=n_tensors, rank_digests=rank_digests
         )
-        for (state, key, n_ranks, n_tensors), sketches in found.items()
+        for (state, key, n_ranks, n_tensors), rank_digests in found.items()
     )
 
 

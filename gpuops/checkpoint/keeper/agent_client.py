@@ -154,7 +154,7 @@ class KeeperClient:
         """Return the progress of this node; cheap enough for once a second."""
         return self._connection.call(KeeperStatus, "status")
 
-    def seal_persisted(self, state: StateId, world: int) -> None:
+    def commit_persisted(self, state: StateId, world: int) -> None:
         """Write the shared directory's manifest of *state*: all nodes have written their shards.
 
         Returns at once; `KeeperProgress.persisted` and an event report the result.
@@ -176,9 +176,9 @@ class KeeperClient:
         """Commit *state*, and begin to write this node's shards; False: refused for now."""
         return self._is_taken(lambda: self.commit(state, persist=True))
 
-    def try_seal(self, state: StateId, world: int) -> bool:
+    def try_commit_persisted(self, state: StateId, world: int) -> bool:
         """Write the manifest of a state whose shards are all written; False: refused for now."""
-        return self._is_taken(lambda: self.seal_persisted(state, world))
+        return self._is_taken(lambda: self.commit_persisted(state, world))
 
     def _is_taken(self, ask: Callable[[], object]) -> bool:
         try:

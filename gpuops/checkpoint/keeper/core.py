@@ -25,7 +25,7 @@ from gpuops.checkpoint.keeper.restore import (
     restore_pin,
 )
 from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
-from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, SealedSlot
+from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, WrittenSlot
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
@@ -74,7 +74,7 @@ class KeeperCore:
         self._restore_finder = RestoreFinder(
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
-        self._sealed_s = 0.0
+        self._written_s = 0.0
         self._populating: set[int] = set()
 
     @property
@@ -183,19 +183,19 @@ class KeeperCore:
         requested = (rank_info.local_rank, rank_info.shard, layout, nbytes, n_slots)
         try:
             try:
-                arena = self.memory.reserve(*requested)
+                pool = self.memory.reserve(*requested)
             except CheckpointError:
                 # The state fetched for the restore is one more copy; the next states come first.
                 if not self.peers.release_adopted():
                     raise
-                arena = self.memory.reserve(*requested)
+                pool = self.memory.reserve(*requested)
         except CheckpointError as exc:
             self.events.add("refused", rank=rank_info.shard.rank, why=str(exc))
             raise
         for slot in self.memory.unpopulated():
             if id(slot) not in self._populating:
                 run_task(self._populate(slot))
-        return arena
+        return pool
 
     async def _populate(self, slot: SharedBuffer) -> None:
         self._populating.add(id(slot))
@@ -233,25 +233,25 @@ class KeeperCore:
             self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
         return Skipped(answer.why, answer.reason is not SkipReason.NOT_DUE)
 
-    def seal(self, rank_info: RankInfo, state: StateId) -> None:
+    def mark_written(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""
-        sealed = self.memory.seal(rank_info.local_rank, state)
-        if sealed is not None:
-            self._sealed_s = self.clock_s()
-            run_task(self._hash(rank_info, sealed))
+        written = self.memory.mark_written(rank_info.local_rank, state)
+        if written is not None:
+            self._written_s = self.clock_s()
+            run_task(self._hash(rank_info, written))
 
-    async def _hash(self, rank_info: RankInfo, sealed: SealedSlot) -> None:
+    async def _hash(self, rank_info: RankInfo, written: WrittenSlot) -> None:
         self.n_hashing += 1
         try:
-            digest = await JobResult(self.jobs, JobKind.HASH, sealed.hash)
+            digest = await JobResult(self.jobs, JobKind.HASH, written.hash)
         except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
-            self.memory.buffer_table.give_up(sealed.state)
+            self.memory.buffer_table.give_up(written.state)
             rank = rank_info.shard.rank
-            self.events.add("corrupt", state=sealed.state, rank=rank, why=str(exc))
+            self.events.add("corrupt", state=written.state, rank=rank, why=str(exc))
             return
         finally:
             self.n_hashing -= 1
-        self._on_hashed(sealed, digest)
+        self._on_hashed(written, digest)
 
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
         """Give the state up."""
@@ -259,15 +259,15 @@ class KeeperCore:
         why = f"rank {rank_info.shard.rank} could not copy it"
         self.events.add("given_up", state=state, why=why)
 
-    def _on_hashed(self, sealed: SealedSlot, digest: Digest) -> None:
-        if not self.memory.record_digest(sealed, digest):
+    def _on_hashed(self, written: WrittenSlot, digest: Digest) -> None:
+        if not self.memory.record_digest(written, digest):
             return
-        self.hash_s = self.clock_s() - self._sealed_s
-        if self.memory.buffer_table.last_committed == sealed.state:
-            self._on_committed(sealed.state)
+        self.hash_s = self.clock_s() - self._written_s
+        if self.memory.buffer_table.last_committed == written.state:
+            self._on_committed(written.state)
         else:
-            nbytes = self._size_bytes(sealed.state)
-            self.events.add("whole", state=sealed.state, bytes=nbytes)
+            nbytes = self._size_bytes(written.state)
+            self.events.add("whole", state=written.state, bytes=nbytes)
             self.peers.tick()
 
     def _on_committed(self, state: StateId) -> None:
@@ -284,13 +284,14 @@ class KeeperCore:
 
     def notice_for(self, rank_info: RankInfo) -> str | None:
         """Return the notice that the first rank logs; none where there is an agent."""
-        is_teller = self.agent is None and rank_info.local_rank == 0
-        if not is_teller:
+        if self.agent is not None or rank_info.local_rank != 0:
             return None
-        return self.replica_checker.take_notice() or self.persister.take_warning()
+        return self.replica_checker.pop_notice() or self.persister.pop_warning()
 
     def _size_bytes(self, state: StateId) -> int:
-        return sum(held.copy.digest.nbytes for held in self.memory.held_shards(state).values())
+        return sum(
+            shard.copy.digest.nbytes for shard in self.memory.complete_shards(state).values()
+        )
 
     def request_restore(self, group: RankGroup) -> None:
         """Start the search for the state to resume from."""

@@ -134,7 +134,7 @@ class RankKeeperClient:
         self._leases.add(lease)
         return lease
 
-    def seal(self, lease: Lease) -> None:
+    def mark_written(self, lease: Lease) -> None:
         """Report that the image is complete; returns at once.
 
         The keeper hashes it, and commits the state once it has the images of all ranks.

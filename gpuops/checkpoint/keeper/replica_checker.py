@@ -33,7 +33,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
 from gpuops.checkpoint.image import ImageLayout, read_layout
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
-from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId
 
@@ -164,21 +164,21 @@ class ReplicaChecker:
 
     def on_committed(self, state: StateId) -> None:
         """Have *state* compared, if it is in the sample and there is anything to compare."""
-        held = self._memory.held_shards(state)
-        if not any(self._groups.get(item.copy.layout, True) for item in held.values()):
+        shards = self._memory.complete_shards(state)
+        if not any(self._groups.get(item.copy.layout, True) for item in shards.values()):
             return
         if not self._sampler.is_sampled(state, self._clock_s()) or self._is_busy:
             return
         if self._n_missed_in_row >= _MISSED_IN_ROW_MAX:
             self._memory.buffer_table.pin(state, _PIN_OWNER)
         self._is_busy = True
-        self._local_ranks = frozenset(shard.rank for shard in held)
-        run_task(self._check(state, held))
+        self._local_ranks = frozenset(shard.rank for shard in shards)
+        run_task(self._check(state, shards))
 
-    async def _check(self, state: StateId, held: Mapping[Shard, HeldShard]) -> None:
+    async def _check(self, state: StateId, shards: Mapping[Shard, MemoryShard]) -> None:
         shard_views = [
             _ShardView(shard, it.copy.layout, it.memory.view, self._groups.get(it.copy.layout))
-            for shard, it in held.items()
+            for shard, it in shards.items()
         ]
         done, why = None, ""
         try:
@@ -187,7 +187,7 @@ class ReplicaChecker:
         except Exception as exc:  # noqa: BLE001 boundary: saving must not depend on it
             why = str(exc)
         self._is_busy = False
-        if not self._is_unchanged(state, held):
+        if not self._is_unchanged(state, shards):
             self._n_missed += 1
             self._n_missed_in_row += 1
         elif done is None:
@@ -245,16 +245,16 @@ class ReplicaChecker:
             "notice": self.notice,
         }
 
-    def take_notice(self) -> str | None:
+    def pop_notice(self) -> str | None:
         """Remove and return the notice for the training's log."""
         notice, self.notice = self.notice, None
         return notice
 
-    def _is_unchanged(self, state: StateId, held: Mapping[Shard, HeldShard]) -> bool:
-        """Return whether the slots cannot have been written since *held* was read."""
-        now = self._memory.held_shards(state)
-        return bool(held) and {s: h.slot for s, h in now.items()} == {
-            s: h.slot for s, h in held.items()
+    def _is_unchanged(self, state: StateId, shards: Mapping[Shard, MemoryShard]) -> bool:
+        """Return whether the slots cannot have been written since *shards* was read."""
+        now = self._memory.complete_shards(state)
+        return bool(shards) and {s: h.slot for s, h in now.items()} == {
+            s: h.slot for s, h in shards.items()
         }
 
     def _record(self, state: StateId, counted: _DigestResult) -> None:

@@ -109,7 +109,7 @@ class KeeperRequests:
             "rank": {
                 "reserve": self._reserve,
                 "begin": self._acquire,
-                "seal": core.seal,
+                "seal": core.mark_written,
                 "abandon": core.abandon,
                 "offer": self._restore_point,
                 "open_shard": self._open_shard,
@@ -309,9 +309,9 @@ class KeeperRequests:
         """
         memory = self._core.memory
         own = [
-            held.copy
+            entry.copy
             for state in memory.complete_states()
-            for held in memory.held_shards(state).values()
+            for entry in memory.complete_shards(state).values()
         ]
         there = {(copy.state, copy.shard) for copy in own}
         others = [copy for copy in self._peers.copies() if (copy.state, copy.shard) not in there]

@@ -229,21 +229,23 @@ class RestoreFinder:
         group.is_searching = True
         self._n_searches += 1
         pin = f"look-{self._n_searches}"
-        held = {state: self.memory.held_shards(state) for state in self.memory.complete_states()}
-        for state in held:
+        by_state = {
+            state: self.memory.complete_shards(state) for state in self.memory.complete_states()
+        }
+        for state in by_state:
             table.pin(state, pin)
         borrowed, peers = self._from_peers(instructions)
-        for state, replicas in borrowed.held.items():
-            own = held.get(state, {})
+        for state, replicas in borrowed.shards.items():
+            own = by_state.get(state, {})
             # A state of the same name but of another world is not mixed with ours.
             worlds = {shard.world for shard in own}
             fitting = {s: found for s, found in replicas.items() if not worlds or s.world in worlds}
-            held[state] = {**fitting, **own}
+            by_state[state] = {**fitting, **own}
 
         def find() -> StateSearchResult:
             store = self.open_store(directory) if directory else None
             return find_restorable(
-                held,
+                by_state,
                 store,
                 criteria,
                 map_function=self.jobs.map,
@@ -329,8 +331,8 @@ class RestoreFinder:
         if instructions is not None and instructions.is_decided:
             if instructions.state is not None and selected is None:
                 reasons = "; ".join(result.why[:4])
-                whole = self._why_whole_state_needed(instructions, instructions.state, group.world)
-                raise KeeperError(f"{instructions.state} cannot be served here: {reasons}{whole}")
+                advice = self._missing_shards_advice(instructions, instructions.state, group.world)
+                raise KeeperError(f"{instructions.state} cannot be served here: {reasons}{advice}")
             if instructions.epoch < epoch:
                 self._check_is_new(instructions.epoch, epoch - 1)
             epoch = instructions.epoch
@@ -339,32 +341,34 @@ class RestoreFinder:
         self.epoch_max = epoch
         state = selected.state if selected else None
         table.resume(state, epoch)
-        offer = None
+        point = None
         why = (*(instructions.why if instructions else ()), *result.why)[:WHY_MAX]
         if selected is not None:
-            offer = RestorePoint(selected.state, selected.world, selected.tier, epoch, why)
+            point = RestorePoint(selected.state, selected.world, selected.tier, epoch, why)
             for local_rank in set(range(group.n_ranks)) - group.gone:
                 if selected.state in table.complete_states():
                     table.pin(selected.state, restore_pin(local_rank))
             for fetched in selected.fetched:
                 if isinstance(fetched, PeerShards):
                     self.peers.adopt(fetched)
-        group.result = GroupRestore(offer, selected)
+        group.result = GroupRestore(point, selected)
         self.events.add(
-            "offered" if offer else "fresh_start",
-            state=offer.state if offer else None,
-            tier=offer.tier.value if offer else None,
+            "offered" if point else "fresh_start",
+            state=point.state if point else None,
+            tier=point.tier.value if point else None,
             epoch=epoch,
             why=list(why),
         )
         self.on_found(state)
 
-    def _why_whole_state_needed(
+    def _missing_shards_advice(
         self, instructions: AgentInstructions, state: StateId, world: int
     ) -> str:
         """Return advice where *state* was saved by another number of ranks, else ""."""
-        held = next(iter(self.memory.held_shards(state)), None)
-        saved_by = held.world if held else instructions.peers.world if instructions.peers else None
+        saved = next(iter(self.memory.complete_shards(state)), None)
+        saved_by = (
+            saved.world if saved else instructions.peers.world if instructions.peers else None
+        )
         if saved_by in (None, world):
             return ""
         return (

@@ -99,7 +99,7 @@ class BufferTable:
         self._granted_s = None
         self.epoch = self.final = None
         self._n_ranks = n_ranks
-        if self._pending is not None and not self._pending.is_sealed:
+        if self._pending is not None and not self._pending.is_written:
             self._give_up()
         self.is_single_node = is_alone
 
@@ -140,7 +140,7 @@ class BufferTable:
         if not 0 <= local_rank < self._n_ranks:
             raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         if self._pool_of_rank.get(local_rank) != pool:
-            self._give_up_unsealed(local_rank)
+            self._give_up_unwritten(local_rank)
         keys = self._pools.setdefault(pool, set())
         keys.update(SlotKey(pool, index) for index in indexes)
         self._pool_of_rank[local_rank] = pool
@@ -149,7 +149,7 @@ class BufferTable:
         """Discard what the rank was writing: it has disconnected."""
         self._writers = {writer for writer in self._writers if writer[0] != local_rank}
         self._pool_of_rank.pop(local_rank, None)
-        self._give_up_unsealed(local_rank)
+        self._give_up_unwritten(local_rank)
 
     # One state.
 
@@ -184,13 +184,13 @@ class BufferTable:
         self._writers.add((local_rank, pending.state, slot))
         return SlotLease(slot, pending.state)
 
-    def seal(self, local_rank: int, state: StateId) -> SlotKey | None:
+    def mark_written(self, local_rank: int, state: StateId) -> SlotKey | None:
         """Return the slot that is now written; None where the state was given up meanwhile."""
         self._remove_writer(local_rank, state)
         pending = self._pending
         if pending is None or pending.state != state:
             return None
-        pending.phases[local_rank] = SlotPhase.SEALED
+        pending.phases[local_rank] = SlotPhase.WRITTEN
         return pending.slots[local_rank]
 
     def abandon(self, local_rank: int, state: StateId) -> None:
@@ -212,7 +212,7 @@ class BufferTable:
         if pending is None or pending.state != state:
             return False
         for local_rank, leased in pending.slots.items():
-            if leased == slot and pending.phases[local_rank] is SlotPhase.SEALED:
+            if leased == slot and pending.phases[local_rank] is SlotPhase.WRITTEN:
                 pending.phases[local_rank] = SlotPhase.VERIFIED
                 break
         else:
@@ -295,7 +295,7 @@ class BufferTable:
         """Return whether the rank has saved *state* and it was not given up."""
         pending = self._pending
         if pending is not None and pending.state == state:
-            return pending.phases.get(local_rank) in (SlotPhase.SEALED, SlotPhase.VERIFIED)
+            return pending.phases.get(local_rank) in (SlotPhase.WRITTEN, SlotPhase.VERIFIED)
         return state in self._complete or self.last_committed == state
 
     def _may_decide_again(self, step: int) -> bool:
@@ -379,7 +379,7 @@ class BufferTable:
         assert self._pending is not None
         if self._pending.is_complete:
             return "not committed by all nodes"
-        return "being verified" if self._pending.is_sealed else "being copied"
+        return "being verified" if self._pending.is_written else "being copied"
 
     def _find_free_slot(self, pool: int) -> SlotKey | None:
         """Return an empty slot, else the one of the oldest state that is not needed."""
@@ -430,7 +430,7 @@ class BufferTable:
         self._pending = None
         self.n_given_up += 1
 
-    def _give_up_unsealed(self, local_rank: int) -> None:
+    def _give_up_unwritten(self, local_rank: int) -> None:
         """Give up the state in flight where it waits for this rank's copy."""
         pending = self._pending
         if pending is None or self.epoch is None:

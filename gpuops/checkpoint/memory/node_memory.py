@@ -68,7 +68,7 @@ def open_read_only(fd: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldShard:
+class MemoryShard:
     """One complete shard in memory. ``memory`` is unchanged while its state is pinned."""
 
     copy: ShardCopy
@@ -77,7 +77,7 @@ class HeldShard:
 
 
 @dataclass(frozen=True, slots=True)
-class SealedSlot:
+class WrittenSlot:
     """A slot that a rank has written, to be hashed."""
 
     key: SlotKey
@@ -171,33 +171,33 @@ class NodeMemory:
         ):
             self._populated.add(id(memory))
 
-    def seal(self, local_rank: int, state: StateId) -> SealedSlot | None:
+    def mark_written(self, local_rank: int, state: StateId) -> WrittenSlot | None:
         """Return the slot to hash, None where the state was given up meanwhile."""
-        key = self.buffer_table.seal(local_rank, state)
+        key = self.buffer_table.mark_written(local_rank, state)
         if key is None:
             return None
         pool = self._pools[key.pool]
         view = memoryview(pool.slots[key.index].view)
-        return SealedSlot(key, state, pool.layout, view)
+        return WrittenSlot(key, state, pool.layout, view)
 
-    def record_digest(self, sealed: SealedSlot, digest: Digest) -> bool:
+    def record_digest(self, written: WrittenSlot, digest: Digest) -> bool:
         """Record a slot's digest; return whether that completes its state."""
-        saved = self.buffer_table.find(sealed.state)
+        saved = self.buffer_table.find(written.state)
         if saved is None:
             return False
-        saved.digests[sealed.key] = digest
-        return self.buffer_table.mark_verified(sealed.key, sealed.state)
+        saved.digests[written.key] = digest
+        return self.buffer_table.mark_verified(written.key, written.state)
 
-    def held_shards(self, state: StateId) -> dict[Shard, HeldShard]:
+    def complete_shards(self, state: StateId) -> dict[Shard, MemoryShard]:
         """Return the shards of *state*; empty where it is not complete."""
-        found: dict[Shard, HeldShard] = {}
+        found: dict[Shard, MemoryShard] = {}
         saved = self.buffer_table.complete.get(state)
         if saved is None:
             return found
         for key in saved.slots.values():
             pool, digest = self._pools[key.pool], saved.digests[key]
             copy = ShardCopy(state, pool.shard, pool.layout, digest, Tier.MEMORY, self.node)
-            found[pool.shard] = HeldShard(copy, key, pool.slots[key.index])
+            found[pool.shard] = MemoryShard(copy, key, pool.slots[key.index])
         return found
 
     def complete_states(self) -> list[StateId]:
@@ -231,16 +231,16 @@ class NodeMemory:
 
     def counts(self) -> dict[str, Any]:
         """Return the counters, by name; a state is [epoch, step]."""
-        gate = self.buffer_table
+        table = self.buffer_table
         return {
-            "granted": gate.n_granted,
-            "committed": gate.n_committed,
-            "given_up": gate.n_given_up,
-            "skipped": {reason.value: n for reason, n in gate.skipped.items()},
+            "granted": table.n_granted,
+            "committed": table.n_committed,
+            "given_up": table.n_given_up,
+            "skipped": {reason.value: n for reason, n in table.skipped.items()},
             "newest": None
-            if gate.last_committed is None
-            else [gate.last_committed.epoch, gate.last_committed.step],
-            "epoch": gate.epoch,
+            if table.last_committed is None
+            else [table.last_committed.epoch, table.last_committed.step],
+            "epoch": table.epoch,
             "states": [[state.epoch, state.step] for state in self.complete_states()],
             "reserved_bytes": self.reserved_bytes(),
             "populated_bytes": self.populated_bytes(),

@@ -19,7 +19,7 @@ class SlotPhase(StrEnum):
 
     GRANTED = "granted"  # its rank has not asked yet
     WRITING = "writing"
-    SEALED = "sealed"
+    WRITTEN = "written"
     VERIFIED = "verified"
 
 
@@ -46,7 +46,7 @@ class StateRecord:
         return all(phase is SlotPhase.VERIFIED for phase in self.phases.values())
 
     @property
-    def is_sealed(self) -> bool:
+    def is_written(self) -> bool:
         return all(
-            phase in (SlotPhase.SEALED, SlotPhase.VERIFIED) for phase in self.phases.values()
+            phase in (SlotPhase.WRITTEN, SlotPhase.VERIFIED) for phase in self.phases.values()
         )

@@ -17,7 +17,7 @@ from functools import partial
 from statistics import median
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
-from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
 from gpuops.checkpoint.transfer.connection import TransferLimits
@@ -184,12 +184,12 @@ class ReplicaPusher:
 
     def is_replicated(self, state: StateId) -> bool:
         """Return whether every live holder has all that this node saved of *state*, verified."""
-        held = self.memory.held_shards(state)
+        shards = self.memory.complete_shards(state)
         arrived = self._arrived(state)
-        return bool(held) and all(
+        return bool(shards) and all(
             holder.is_gone or (shard, holder.peer) in arrived
             for holder in self._holders.values()
-            for shard in set(held).intersection(self.own_shards())
+            for shard in set(shards).intersection(self.own_shards())
         )
 
     def push_next(self) -> None:
@@ -238,8 +238,10 @@ class ReplicaPusher:
         table = self.memory.buffer_table
         if table.epoch is None:
             return []
-        whole = table.complete_states()
-        return [s for s in (table.in_flight, table.last_committed) if s is not None and s in whole]
+        complete = table.complete_states()
+        return [
+            s for s in (table.in_flight, table.last_committed) if s is not None and s in complete
+        ]
 
     def _push_missing(
         self, holder: _Holder, job: JobCredentials, pushable: Sequence[StateId], now_s: float
@@ -247,14 +249,14 @@ class ReplicaPusher:
         own_shards = self.own_shards()
         for state in pushable:
             arrived = self._arrived(state)
-            held = self.memory.held_shards(state)
-            for shard in sorted(set(held).intersection(own_shards)):
+            shards = self.memory.complete_shards(state)
+            for shard in sorted(set(shards).intersection(own_shards)):
                 if (shard, holder.peer) not in arrived:
-                    self._push(holder, job, held[shard], now_s)
+                    self._push(holder, job, shards[shard], now_s)
                     return
 
-    def _push(self, holder: _Holder, job: JobCredentials, held: HeldShard, now_s: float) -> None:
-        copy, table = held.copy, self.memory.buffer_table
+    def _push(self, holder: _Holder, job: JobCredentials, entry: MemoryShard, now_s: float) -> None:
+        copy, table = entry.copy, self.memory.buffer_table
         since_s = now_s if holder.failing_since_s is None else holder.failing_since_s
         is_probe = holder.is_gone
         task = _PushTask(
@@ -270,12 +272,12 @@ class ReplicaPusher:
             copy.state, copy.shard, copy.layout, digest.nbytes, digest.root, table.last_committed
         )
         pinned = PinnedCopy(
-            held.memory.fd,
+            entry.memory.fd,
             digest,
             on_damage=lambda number: self.jobs.post(
                 lambda: self.on_damage(copy.state, copy.shard, number)
             ),
-            view=held.memory.view,
+            view=entry.memory.view,
         )
         terms = TransferOptions(
             _DEADLINE_S,
@@ -324,8 +326,8 @@ class ReplicaPusher:
         """Return how many bytes of *state* are still to be sent to live holders."""
         own_shards, arrived = self.own_shards(), self._arrived(state)
         return sum(
-            held.copy.digest.nbytes
-            for shard, held in self.memory.held_shards(state).items()
+            entry.copy.digest.nbytes
+            for shard, entry in self.memory.complete_shards(state).items()
             if shard in own_shards
             for holder in self._holders.values()
             if not holder.is_gone and (shard, holder.peer) not in arrived

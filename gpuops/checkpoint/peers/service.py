@@ -13,7 +13,7 @@ from functools import partial
 
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, EventQueue, JobKind, Jobs, lower_priority
 from gpuops.checkpoint.memory.node_memory import (
-    HeldShard,
+    MemoryShard,
     NodeMemory,
     ReplicaAllocator,
     duplicate_fd,
@@ -64,14 +64,14 @@ class _RunningServer:
 class BorrowedReplicas:
     """Replicas that this node's own ranks read; pinned until `close`."""
 
-    held: dict[StateId, dict[Shard, HeldShard]] = field(default_factory=dict)
+    shards: dict[StateId, dict[Shard, MemoryShard]] = field(default_factory=dict)
     pinned: list[PinnedCopy] = field(default_factory=list)
 
     def close(self) -> None:
         """Unpin them; ranks that have opened one keep their mapping."""
-        for by_shard in self.held.values():
-            for held in by_shard.values():
-                held.memory.close()
+        for by_shard in self.shards.values():
+            for entry in by_shard.values():
+                entry.memory.close()
         while self.pinned:
             self.pinned.pop().release()
 
@@ -101,7 +101,7 @@ class PeerService:
         self._allocator = ReplicaAllocator(memory.available, lambda: self._unpopulated_bytes)
         memory.unpopulated_elsewhere = self._allocator.unpopulated_bytes
         self._running: _RunningServer | None = None
-        self._held_for_peers: frozenset[Shard] = frozenset()
+        self._stored_for_peers: frozenset[Shard] = frozenset()
         self._has_surplus = False
         self._adopted: set[Shard] = set()
         self._epoch = 0
@@ -127,7 +127,7 @@ class PeerService:
         self._memory.node = node
         job_pass = JobCredentials(job, token, epoch=self._epoch)
         replicas = ReplicaStore(node, self._allocator.allocate, bytes_max=_BYTES_MAX)
-        replicas.keep_only(self._held_for_peers)
+        replicas.keep_only(self._stored_for_peers)
         source = ReplicaSource(self._memory, replicas, self._jobs, self._on_own_damage)
         try:
             server = _first_that_starts(
@@ -166,11 +166,11 @@ class PeerService:
             raise KeeperError("this keeper does not serve other nodes yet")
         if len(holders) > HOLDERS_MAX:
             raise KeeperError(f"{len(holders)} holders of one node: at most {HOLDERS_MAX}")
-        self._held_for_peers = frozenset(keep)
+        self._stored_for_peers = frozenset(keep)
         if running is not None:
             present = {copy.shard for copy in running.replicas.copies()}
-            self._has_surplus = not present <= self._held_for_peers
-            running.replicas.keep_only(self._held_for_peers | present)
+            self._has_surplus = not present <= self._stored_for_peers
+            running.replicas.keep_only(self._stored_for_peers | present)
         self.pusher.pace.set_rate(bytes_per_s)
         self.pusher.set_holders(holders)
 
@@ -188,11 +188,11 @@ class PeerService:
         if self._running is None:
             raise KeeperError("this keeper does not serve other nodes yet")
 
-        def told(kind: str, fields: Mapping[str, object]) -> None:
+        def report(kind: str, fields: Mapping[str, object]) -> None:
             self._jobs.post(lambda: self._events.add(kind, **fields))
 
-        found = PeerShards(state, holders, self._running.job, make, told)
-        here = {*self._memory.held_shards(state), *self._replicas_of(state)}
+        found = PeerShards(state, holders, self._running.job, make, report)
+        here = {*self._memory.complete_shards(state), *self._replicas_of(state)}
         for shard in sorted(set(holders) - here):
             self._jobs.start(JobKind.FETCH, partial(found.get, shard), lambda _memory, _error: None)
         return found
@@ -208,8 +208,8 @@ class PeerService:
                 continue
             borrowed.pinned.append(pinned_copy)
             memory = SharedBuffer.attach(open_read_only(pinned_copy.fd), writable=False)
-            held = HeldShard(replace(copy, digest=pinned_copy.digest), _NO_SLOT, memory)
-            borrowed.held.setdefault(copy.state, {})[copy.shard] = held
+            entry = MemoryShard(replace(copy, digest=pinned_copy.digest), _NO_SLOT, memory)
+            borrowed.shards.setdefault(copy.state, {})[copy.shard] = entry
         return borrowed
 
     def adopt(self, found: PeerShards) -> None:
@@ -240,7 +240,7 @@ class PeerService:
         if self._running is None or not adopted:
             return False
         present = {copy.shard for copy in self._running.replicas.copies()}
-        self._running.replicas.keep_only(self._held_for_peers | (present - adopted))
+        self._running.replicas.keep_only(self._stored_for_peers | (present - adopted))
         return True
 
     def copies(self) -> list[ShardCopy]:
@@ -270,7 +270,7 @@ class PeerService:
         if self._has_surplus and state.epoch >= self._epoch:
             self._has_surplus = False
             self._adopted.clear()
-            self._running.replicas.keep_only(self._held_for_peers)
+            self._running.replicas.keep_only(self._stored_for_peers)
 
     def tick(self) -> None:
         """Do what has become possible or due."""
@@ -292,7 +292,7 @@ class PeerService:
             **self.pusher.counts(),
             "peer_port": running.server.port if running else None,
             "held_for_others_bytes": running.replicas.held_bytes if running else 0,
-            "keeps": sorted(shard for shard in self._held_for_peers)[:64],
+            "keeps": sorted(shard for shard in self._stored_for_peers)[:64],
         }
 
     def close(self) -> None:

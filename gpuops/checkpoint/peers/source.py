@@ -67,8 +67,8 @@ class ReplicaSource:
             return pinned.result()
 
     def _pin_own(self, state: StateId, shard: Shard) -> PinnedCopy | None:
-        held = self._memory.held_shards(state).get(shard)
-        if held is None:
+        entry = self._memory.complete_shards(state).get(shard)
+        if entry is None:
             return None
         self._n_pins += 1
         owner = f"serve-{self._n_pins}"
@@ -80,9 +80,9 @@ class ReplicaSource:
             self._memory.release()
 
         return PinnedCopy(
-            held.memory.fd,
-            held.copy.digest,
+            entry.memory.fd,
+            entry.copy.digest,
             release=lambda: self._jobs.post(unpin),
             on_damage=lambda number: self._jobs.post(lambda: self._on_damage(state, shard, number)),
-            view=held.memory.view,
+            view=entry.memory.view,
         )

@@ -252,11 +252,11 @@ class ReplicaStore:
 
     def _check_not_overtaken(self, push: PushOffer, slots: list[_ReplicaSlot], what: str) -> None:
         committed = self._committed
-        held = [slot.copy.state for slot in slots if slot.copy is not None]
-        held += [
+        known = [slot.copy.state for slot in slots if slot.copy is not None]
+        known += [
             s.inbox.push.state for s in slots if s.inbox is not None and not s.inbox.is_cancelled
         ]
-        newest = max(held, default=push.state)
+        newest = max(known, default=push.state)
         if committed is not None and push.state < committed:
             raise TransferRefusedError(
                 TransferRefusal.NOT_WANTED, f"{what} is superseded by {committed}"
@@ -288,9 +288,9 @@ class ReplicaStore:
     def _protected_slot(self, slots: list[_ReplicaSlot]) -> _ReplicaSlot | None:
         """Return the slot of the newest committed state; of the newest where none is known."""
         committed = self._committed
-        held = [(slot.copy.state, slot) for slot in slots if slot.copy is not None]
-        settled = [pair for pair in held if committed is not None and pair[0] <= committed]
-        return max(settled or held, key=lambda pair: pair[0], default=(None, None))[1]
+        pairs = [(slot.copy.state, slot) for slot in slots if slot.copy is not None]
+        settled = [pair for pair in pairs if committed is not None and pair[0] <= committed]
+        return max(settled or pairs, key=lambda pair: pair[0], default=(None, None))[1]
 
     def _new_slot(self, shard: Shard, nbytes: int) -> _ReplicaSlot:
         self._check_room(nbytes)

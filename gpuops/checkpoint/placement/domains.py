@@ -117,40 +117,40 @@ def align_paths(paths: Mapping[str, DomainPath]) -> dict[str, DomainPath]:
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:
     """Yield the lines with their numbers, without comments; a backslash joins two lines."""
-    held, since = "", 0
+    joined, since = "", 0
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.partition("#")[0].rstrip()
         since = since or number
         if line.endswith("\\"):
-            held += f"{line[:-1]} "
+            joined += f"{line[:-1]} "
             continue
-        held += line
-        if held.strip():
-            yield since, held.strip()
-        held, since = "", 0
-    if held.strip():
-        yield since, held.strip()
+        joined += line
+        if joined.strip():
+            yield since, joined.strip()
+        joined, since = "", 0
+    if joined.strip():
+        yield since, joined.strip()
 
 
 def _labels(lines: Iterable[tuple[int, str]], source: str) -> FailureDomains:
     paths: dict[str, DomainPath] = {}
     depth = 0
     for number, line in lines:
-        words = line.split()
+        fields = line.split()
         where = f"{source}:{number}"
-        if len(words) != 2:
+        if len(fields) != 2:
             raise ConfigError(
                 f"{where}: {_short(line)!r} is not a host list and a path like row1/rack3"
             )
-        path = tuple(words[1].strip("/").split("/"))
+        path = tuple(fields[1].strip("/").split("/"))
         if not all(path) or len(path) > LEVELS_MAX:
-            raise ConfigError(f"{where}: {_short(words[1])!r} is not a path like row1/rack3")
+            raise ConfigError(f"{where}: {_short(fields[1])!r} is not a path like row1/rack3")
         if depth and len(path) != depth:
             raise ConfigError(
-                f"{where}: {words[1]!r} has {len(path)} levels, and the lines before have {depth}"
+                f"{where}: {fields[1]!r} has {len(path)} levels, and the lines before have {depth}"
             )
         depth = len(path)
-        for node in _names(words[0], where):
+        for node in _names(fields[0], where):
             if paths.setdefault(node, path) != path:
                 raise ConfigError(
                     f"{where}: {node} is in {'/'.join(path)} and in {'/'.join(paths[node])}"

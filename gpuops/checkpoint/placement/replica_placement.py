@@ -75,7 +75,7 @@ class ReplicaPlacement(Message):
         block, at = self._position(node)
         return tuple(block[(at + ahead) % len(block)] for ahead in range(self.replicas))
 
-    def held_by(self, node: str) -> tuple[str, ...]:
+    def owners_of(self, node: str) -> tuple[str, ...]:
         """Return the nodes whose states *node* has, its own first.
 
         Raises:
@@ -150,14 +150,14 @@ def rebalance(
     if m != old.replicas:
         return place(nodes, old.requested_replicas, paths)
     live, domain, existing = set(nodes), _paths(nodes, paths), set(old.copies())
-    kept = [group for group in old.groups if live.issuperset(group)]
-    settled = set(chain.from_iterable(kept))
+    intact = [group for group in old.groups if live.issuperset(group)]
+    settled = set(chain.from_iterable(intact))
     loose = [node for node in nodes if node not in settled]
     n_groups, rest = divmod(len(loose), m)
     if loose and not n_groups:
-        widened = kept.pop(_farthest_group(kept, loose, domain))
+        widened = intact.pop(_farthest_group(intact, loose, domain))
         return ReplicaPlacement(
-            old.requested_replicas, tuple(kept), insert_nodes(widened, loose, m, domain, existing)
+            old.requested_replicas, tuple(intact), insert_nodes(widened, loose, m, domain, existing)
         )
     seeds = [
         [node for node in group if node in live]
@@ -173,7 +173,7 @@ def rebalance(
     stays = set(core)
     rebuilt = _GroupRebuilder(old, m, domain)
     new, left = rebuilt.rebuild(seeds, n_groups, [node for node in loose if node not in stays])
-    groups = (*kept, *new)
+    groups = (*intact, *new)
     if not core and any((one, other) in existing for one in left for other in left):
         core, left = left[:1], left[1:]
     if core:
@@ -237,11 +237,11 @@ class _GroupRebuilder:
 
 
 def _farthest_group(
-    kept: Sequence[tuple[str, ...]], loose: Sequence[str], domain: DomainPaths
+    intact: Sequence[tuple[str, ...]], loose: Sequence[str], domain: DomainPaths
 ) -> int:
-    """Return which of *kept* is farthest from the domains of *loose*, the last of equals."""
+    """Return which of *intact* is farthest from the domains of *loose*, the last of equals."""
     return min(
-        range(len(kept)), key=lambda number: (_closeness(loose, kept[number], domain), -number)
+        range(len(intact)), key=lambda number: (_closeness(loose, intact[number], domain), -number)
     )
 
 
@@ -281,14 +281,14 @@ def _by_domain(nodes: Sequence[str], domain: DomainPaths) -> list[str]:
 
 def _pick_from_largest(ordered: Sequence[str], domain: DomainPaths, count: int) -> list[str]:
     """Return *count* of *ordered*, each the last of the domain that is then the largest."""
-    crowds: dict[DomainPath, list[str]] = {}
+    by_domain: dict[DomainPath, list[str]] = {}
     for node in ordered:
-        crowds.setdefault(domain[node], []).append(node)
+        by_domain.setdefault(domain[node], []).append(node)
     taken: list[str] = []
     for _ in range(count):
         seen = [domain[node] for node in taken]
-        largest = max(crowds, key=lambda path: (len(crowds[path]), -seen.count(path)))
-        taken.append(crowds[largest].pop())
+        largest = max(by_domain, key=lambda path: (len(by_domain[path]), -seen.count(path)))
+        taken.append(by_domain[largest].pop())
     return taken
 
 
@@ -299,8 +299,8 @@ def _closeness(some: Sequence[str], others: Sequence[str], domain: DomainPaths) 
 
 def _shared(one: DomainPath, other: DomainPath) -> int:
     depth = 0
-    for mine, theirs in zip(one, other, strict=True):
-        if mine != theirs:
+    for a, b in zip(one, other, strict=True):
+        if a != b:
             break
         depth += 1
     return depth

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
-from gpuops.checkpoint.memory.node_memory import HeldShard, NodeMemory
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
     PersistResult,
@@ -39,7 +39,7 @@ class PersistTask:
     """
 
     state: StateId
-    shards: Mapping[Shard, HeldShard]
+    shards: Mapping[Shard, MemoryShard]
     policy: CheckpointPolicy
     origin: StateOrigin
     session: str | None = None
@@ -83,7 +83,7 @@ def run_persist(
     assert task.policy.directory is not None
     store = open_store(task.policy.directory)
     throttle = RateThrottle(None, stop=should_stop)
-    sources = {shard: (held.memory, held.copy.digest) for shard, held in task.shards.items()}
+    sources = {shard: (entry.memory, entry.copy.digest) for shard, entry in task.shards.items()}
     warning = ""
     try:
         store.sweep()
@@ -96,10 +96,10 @@ def run_persist(
             store, task.state, sources, session=task.session, throttle=throttle
         )
         world = next(iter(task.shards)).world
-        is_whole = task.is_final and commit_node_shards(
+        is_complete = task.is_final and commit_node_shards(
             store, task.state, world, session=task.session, origin=task.origin
         )
-        if not is_whole:
+        if not is_complete:
             return PersistOutcome(persisted, is_complete=False, warning=warning)
     pruned, why = _prune_old(store, task.policy, task.state)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
@@ -116,10 +116,10 @@ def run_commit(
     assert task.policy.directory is not None
     began_s = clock_s()
     store = open_store(task.policy.directory)
-    is_whole = commit_node_shards(
+    is_complete = commit_node_shards(
         store, task.state, task.world, session=task.origin.job, origin=task.origin
     )
-    if not is_whole:
+    if not is_complete:
         raise CheckpointError(
             f"{task.state} cannot be committed in {store.address}: not all of its {task.world} "
             "shards are there"
@@ -264,7 +264,7 @@ class Persister:
             "persist_pieces": self.n_writes,
         }
 
-    def take_warning(self) -> str | None:
+    def pop_warning(self) -> str | None:
         """Return a warning for the training script: once when it fails, once when it works again.
 
         A disk may be full for days, and without an agent nothing else reports it.
@@ -301,12 +301,12 @@ class Persister:
 
     def persist_if_due(self) -> None:
         """Begin to persist the newest state where the policy or a flush requires it."""
-        gate = self.memory.buffer_table
-        if (gate.is_single_node and self.is_due) or (
-            self.is_flushing and self.schedule.can_persist(gate.last_committed, self.policy)
+        table = self.memory.buffer_table
+        if (table.is_single_node and self.is_due) or (
+            self.is_flushing and self.schedule.can_persist(table.last_committed, self.policy)
         ):
-            assert gate.last_committed is not None
-            self.persist(gate.last_committed)
+            assert table.last_committed is not None
+            self.persist(table.last_committed)
 
     def persist(self, state: StateId) -> None:
         """Begin to persist *state*.
@@ -315,16 +315,16 @@ class Persister:
             KeeperError: Memory does not have it, there is no directory, or another write is in
                 progress.
         """
-        policy, gate = self.policy, self.memory.buffer_table
+        policy, table = self.policy, self.memory.buffer_table
         if policy is None or policy.directory is None:
             raise KeeperError("no directory for checkpoints is set")
         if self.schedule.in_progress is not None:
             raise KeeperError(f"{self.schedule.in_progress} is being written now")
-        if not gate.is_single_node and not self.origin.job:
+        if not table.is_single_node and not self.origin.job:
             raise KeeperError("the run has no name, which writing from several nodes needs")
-        gate.pin(state, _PIN)
-        session = None if gate.is_single_node else self.origin.job
-        shards = self.memory.held_shards(state)
+        table.pin(state, _PIN)
+        session = None if table.is_single_node else self.origin.job
+        shards = self.memory.complete_shards(state)
         task = PersistTask(state, shards, policy, self.origin, session, is_final=self.is_flushing)
         self.schedule.on_start(state, self.clock_s())
         run_task(self._run_persist(task))

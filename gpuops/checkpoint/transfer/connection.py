@@ -246,10 +246,10 @@ class TransferConnection:
         self._send_all(push, nbytes, time.monotonic() + self.limits.stall_s)
 
     def _write(self, data: bytes | memoryview, deadline_s: float) -> None:
-        with memoryview(data) as whole:
+        with memoryview(data) as view:
 
             def push(done: int) -> int:
-                with whole[done:] as rest:
+                with view[done:] as rest:
                     return self._socket.send(rest)
 
             self._send_all(push, len(data), deadline_s)

@@ -65,14 +65,14 @@ class DataResume:
     def begin_epoch(self) -> None:
         """Count an epoch."""
         self.now += 1
-        _hush(on=self.is_over)
+        _suppress_warning(on=self.is_over)
 
     def end_epoch(self, args: TrainingArguments) -> None:
         """Undo the changes for one epoch."""
         if self.accumulates is not None:
             args.gradient_accumulation_steps = self.accumulates
             self.accumulates = None
-        _hush(on=False)
+        _suppress_warning(on=False)
 
     def epoch_at(self, counted: float) -> float:
         """Return the finished share of the epochs that the Trainer counts from the restart on."""
@@ -135,7 +135,7 @@ class _IsNoSample(logging.Filter):
 _FILTER = _IsNoSample()
 
 
-def _hush(*, on: bool) -> None:
+def _suppress_warning(*, on: bool) -> None:
     """Suppress the Trainer's warning of an epoch without samples, where that is intended."""
     logger = logging.getLogger("transformers.trainer")
     if on:

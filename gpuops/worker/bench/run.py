@@ -189,12 +189,13 @@ def save_figures(
         if name not in {GPUOPS, RAW, RAW_DIRECT}
     }
     ratios["recoverable over memcpy + hash"] = summarize(
-        (mine.recoverable_s or 0.0) / (memcpy[at].stall_s + hash_s[at]) for at, mine in ours.items()
+        (sample.recoverable_s or 0.0) / (memcpy[at].stall_s + hash_s[at])
+        for at, sample in ours.items()
     )
     for limit in (RAW, RAW_DIRECT):
         if limit in samples:
             ratios["durable over " + limit] = summarize(
-                mine.durable_s / samples[limit][at].durable_s for at, mine in ours.items()
+                sample.durable_s / samples[limit][at].durable_s for at, sample in ours.items()
             )
     return {
         "nbytes": job.nbytes,

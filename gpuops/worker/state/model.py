@@ -229,10 +229,10 @@ def _reject_fsdp1(module: nn.Module) -> None:
 
 def _state_of(module: nn.Module) -> Mapping[str, Any]:
     try:
-        kept: Mapping[str, Any] = module.state_dict(keep_vars=True)
+        state: Mapping[str, Any] = module.state_dict(keep_vars=True)
     except TypeError:  # an overridden state_dict without parameters
-        kept = module.state_dict()
-    return kept
+        state = module.state_dict()
+    return state
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -86,13 +86,13 @@ class Node:
             states.append(answer.state)
         return states[0]
 
-    def seal(self, state):
+    def mark_written(self, state):
         for post in self.posts:
-            self.core.seal(post, state)
+            self.core.mark_written(post, state)
 
     def save(self, step):
         state = self.copy(step)
-        self.seal(state)
+        self.mark_written(state)
         self.jobs.do("hash")
         return state
 
@@ -144,7 +144,7 @@ def test_what_all_ranks_sealed_before_they_were_killed_is_waited_for(node):
     node.start().go()
     old = node.save(1)
     state = node.copy(2)
-    node.seal(state)
+    node.mark_written(state)
     node.lose()
     node.start(generation=1)
     node.core.request_restore(node.core.group)
@@ -162,7 +162,7 @@ def test_what_one_rank_had_not_sealed_is_not_waited_for(node):
     node.start().go()
     old = node.save(1)
     state = node.copy(2)
-    node.core.seal(node.posts[0], state)
+    node.core.mark_written(node.posts[0], state)
     node.lose()
     node.start(generation=1).go()
 

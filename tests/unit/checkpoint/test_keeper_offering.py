@@ -8,7 +8,7 @@ from support.keeper_ranks import fill, holds, layout_of
 
 from gpuops.checkpoint.agreement.local_recovery import StateSearchCriteria, find_restorable
 from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.memory.node_memory import HeldShard
+from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey
 from gpuops.checkpoint.storage.address import open_store
@@ -42,7 +42,7 @@ def in_memory(stack, state, *, world=2, ranks=None, step=None):
         copy = ShardCopy(
             state, layout.shard, layout.header_hash, compute_digest(memory.view), Tier.MEMORY, "n1"
         )
-        found[layout.shard] = HeldShard(copy, SlotKey(1, rank), memory)
+        found[layout.shard] = MemoryShard(copy, SlotKey(1, rank), memory)
     return found
 
 

@@ -109,7 +109,7 @@ class Node:
         answer = self.core.acquire(self.post, step)
         assert isinstance(answer, SlotLease), answer
         fill(self.core.memory.buffer(answer.slot).view, layout_of(0, 2), step)
-        self.core.seal(self.post, answer.state)
+        self.core.mark_written(self.post, answer.state)
         self.jobs.do("hash")
         return answer.state
 
@@ -361,7 +361,7 @@ def test_what_is_owed_is_what_holders_lack_still(node):
     owed = node.core.peers.pusher.pace
     node.replicate(NEAR, FAR)
     state = node.save(1)
-    nbytes = next(iter(node.core.memory.held_shards(state).values())).copy.digest.nbytes
+    nbytes = next(iter(node.core.memory.complete_shards(state).values())).copy.digest.nbytes
     assert owed._deadline.left_bytes == 2 * nbytes
     node.jobs.end_push()
     node.jobs.end_push(TransferError("broken"))

@@ -45,7 +45,7 @@ def holds_up(placement, nodes, asked):
         assert len(set(holders)) == m
         for holder in holders:
             held[holder] += 1
-            assert node in placement.held_by(holder)
+            assert node in placement.owners_of(holder)
     assert set(held.values()) == {m}
     rest = len(nodes) % m
     assert len(placement.ring) == (m + rest if rest else 0)

@@ -37,7 +37,7 @@ def save(gate, step, n_ranks=2, now_s=0.0):
         answer = gate.acquire(local_rank, step, now_s)
         if isinstance(answer, SlotRefusal):
             return False
-        key = gate.seal(local_rank, answer.state)
+        key = gate.mark_written(local_rank, answer.state)
         gate.mark_verified(key, answer.state)
     return gate.last_committed == StateId(gate.epoch, step)
 
@@ -52,8 +52,8 @@ def test_a_state_is_committed_once_all_ranks_are_verified():
     slots = [gate.acquire(r, 5, 0.0).slot for r in (0, 1)]
     state = StateId(1, 5)
 
-    assert gate.seal(0, state) == slots[0]
-    assert gate.seal(1, state) == slots[1]
+    assert gate.mark_written(0, state) == slots[0]
+    assert gate.mark_written(1, state) == slots[1]
     assert not gate.mark_verified(slots[0], state)
     assert gate.last_committed is None
     assert gate.mark_verified(slots[1], state)
@@ -67,7 +67,7 @@ def test_the_newest_is_never_granted_and_two_slots_take_turns():
         answer = gate.acquire(0, step, 0.0)
         used.append(answer.slot.index)
         assert answer.slot not in gate.complete_states().get(gate.last_committed, {}).values()
-        gate.mark_verified(gate.seal(0, answer.state), answer.state)
+        gate.mark_verified(gate.mark_written(0, answer.state), answer.state)
 
     assert used == [0, 1, 0, 1, 0, 1]
 
@@ -80,7 +80,7 @@ def test_the_first_rank_decides_for_all_also_for_a_skip():
     assert isinstance(gate.acquire(1, 1, 0.0), SlotLease)
     for local_rank in (0, 1):
         state = StateId(1, 1)
-        gate.mark_verified(gate.seal(local_rank, state), state)
+        gate.mark_verified(gate.mark_written(local_rank, state), state)
     # Nothing is in flight now, but rank 0 was told to skip step 2.
     assert reason(gate.acquire(1, 2, 0.0)) is SkipReason.IN_FLIGHT
     assert gate.skipped == {SkipReason.IN_FLIGHT: 1}
@@ -95,7 +95,7 @@ def test_a_rank_that_passed_a_step_gives_it_up_and_its_writer_keeps_the_slot():
     assert reason(gate.acquire(1, 3, 0.0)) is SkipReason.NO_FREE_SLOT
     assert gate.in_flight is None
     assert gate.n_given_up == 1
-    assert gate.seal(0, first.state) is None
+    assert gate.mark_written(0, first.state) is None
     assert isinstance(gate.acquire(0, 4, 0.0), SlotLease)
 
 
@@ -164,14 +164,14 @@ def test_the_last_step_is_saved_once_and_again_where_it_was_given_up():
     gate = gate_of()
     gate.is_single_node = False  # other nodes commit
     first, second = (gate.acquire(r, 5, 0.0) for r in (0, 1))
-    gate.mark_verified(gate.seal(0, first.state), first.state)
+    gate.mark_verified(gate.mark_written(0, first.state), first.state)
     gate.abandon(1, second.state)
     assert first.state not in gate.complete_states()
 
     answers = [gate.acquire(r, 5, 0.0, is_last=True) for r in (0, 1)]
     assert {answer.state for answer in answers} == {first.state} == {gate.final}
     for local_rank in (0, 1):
-        gate.mark_verified(gate.seal(local_rank, first.state), first.state)
+        gate.mark_verified(gate.mark_written(local_rank, first.state), first.state)
         assert reason(gate.acquire(local_rank, 5, 0.0, is_last=True)) is SkipReason.NOT_DUE
     gate.give_up(first.state)
     assert isinstance(gate.acquire(0, 5, 0.0, is_last=True), SlotLease)
@@ -183,7 +183,7 @@ def test_the_last_step_is_not_begun_anew_while_a_rank_still_writes_what_was_give
     gate.abandon(0, first.state)
 
     assert reason(gate.acquire(0, 5, 0.0, is_last=True)) is SkipReason.PASSED
-    assert gate.seal(1, second.state) is None
+    assert gate.mark_written(1, second.state) is None
     assert isinstance(gate.acquire(0, 5, 0.0, is_last=True), SlotLease)
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_is_lost_while_it_writes_takes_its_state_with_it():
     gate = gate_of()
     save(gate, 1)
     first, second = (gate.acquire(r, 2, 0.0) for r in (0, 1))
-    gate.mark_verified(gate.seal(1, second.state), second.state)
+    gate.mark_verified(gate.mark_written(1, second.state), second.state)
     gate.remove_rank(0)
 
     assert gate.in_flight is None
@@ -226,7 +226,7 @@ def test_what_all_ranks_had_sealed_may_still_be_committed_after_they_are_gone():
     state = StateId(1, 1)
     slots = [gate.acquire(r, 1, 0.0).slot for r in (0, 1)]
     for local_rank in (0, 1):
-        gate.seal(local_rank, state)
+        gate.mark_written(local_rank, state)
         gate.remove_rank(local_rank)
     gate.begin_epoch(2)
 
@@ -240,7 +240,7 @@ def test_what_all_ranks_had_sealed_may_still_be_committed_after_they_are_gone():
 def test_what_one_rank_had_not_sealed_is_discarded_by_new_workers():
     gate = gate_of()
     slots = [gate.acquire(r, 1, 0.0).slot for r in (0, 1)]
-    gate.seal(0, StateId(1, 1))
+    gate.mark_written(0, StateId(1, 1))
     gate.begin_epoch(2)
 
     assert not gate.is_verifying
@@ -251,7 +251,7 @@ def test_what_one_rank_had_not_sealed_is_discarded_by_new_workers():
 def test_a_late_digest_of_a_slot_that_has_another_state_by_now_counts_for_nothing():
     gate = gate_of(n_ranks=1)
     old = gate.acquire(0, 1, 0.0)
-    gate.seal(0, old.state)
+    gate.mark_written(0, old.state)
     gate.begin_epoch(1)
     gate.resume(None, 2)
     gate.register(0, 1, range(2))
@@ -328,18 +328,18 @@ def test_a_rank_that_is_none_of_this_node_is_refused(local_rank):
 
 def test_a_seal_without_a_grant_is_refused():
     with pytest.raises(BufferTableError, match="is not writing"):
-        gate_of().seal(0, StateId(1, 1))
+        gate_of().mark_written(0, StateId(1, 1))
 
 
 def test_the_digest_of_what_was_in_a_slot_before_says_nothing_of_what_is_sealed_now():
     gate = gate_of(n_ranks=1)
     old = gate.acquire(0, 1, 0.0)
-    gate.seal(0, old.state)
+    gate.mark_written(0, old.state)
     gate.begin_epoch(1)
     gate.resume(None, 2)
     gate.register(0, 1, range(2))
     new = gate.acquire(0, 1, 0.0)
-    gate.seal(0, new.state)
+    gate.mark_written(0, new.state)
 
     assert new.slot == old.slot
     assert not gate.mark_verified(old.slot, old.state)
@@ -468,7 +468,7 @@ class Node(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.writing.values()))
     @rule(data=st.data())
-    def seal(self, data):
+    def mark_written(self, data):
         rank = data.draw(st.sampled_from([r for r, slots in self.writing.items() if slots]))
         state = data.draw(st.sampled_from(sorted(self.writing[rank])))
         self._seal(rank, state)
@@ -476,7 +476,7 @@ class Node(RuleBasedStateMachine):
     def _seal(self, rank, state):
         slot = self.writing[rank].pop(state)
         self.bytes[slot] = state
-        key = self.gate.seal(rank, state)
+        key = self.gate.mark_written(rank, state)
         if key is not None:
             assert key == slot
             self.hashing.append((key, state))
@@ -593,8 +593,8 @@ def test_who_seals_a_state_that_was_given_up_leaves_the_next_one_unsealed():
     gate.give_up(late.state)
     current = gate.acquire(0, 2, 0.0)
 
-    assert gate.seal(0, late.state) is None
+    assert gate.mark_written(0, late.state) is None
     # The slot of step 2 is not sealed yet: what is in it cannot be verified, nor committed.
     assert not gate.mark_verified(current.slot, current.state)
     assert gate.last_committed is None
-    assert gate.seal(0, current.state) == current.slot
+    assert gate.mark_written(0, current.state) == current.slot

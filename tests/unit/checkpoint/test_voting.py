@@ -78,7 +78,7 @@ class Node:
                 view[placed.begin : placed.end] = bytes(data)
             state = grant.state
         for keeper, *_ in self.ranks:
-            keeper.seal(Lease(grant.slot, state))
+            keeper.mark_written(Lease(grant.slot, state))
         return notices
 
     def told(self, *kinds):

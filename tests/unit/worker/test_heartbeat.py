@@ -15,7 +15,7 @@ from gpuops.wire.ring import (
     read_beats,
     write_header,
 )
-from gpuops.worker.heartbeat import Heart, create_ring
+from gpuops.worker.heartbeat import Heartbeat, create_ring
 from gpuops.worker.optimizer_hook import PATIENCE, PATIENCE_MAX, StepReader
 
 
@@ -44,7 +44,7 @@ class Optimizer:
 def heart():
     ring = bytearray(RING_BYTES)
     write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
-    return Heart(memoryview(ring), mono_ns=lambda: 5), ring
+    return Heartbeat(memoryview(ring), mono_ns=lambda: 5), ring
 
 
 def test_each_call_is_a_beat_with_the_optimizers_step():

@@ -21,7 +21,7 @@ from gpuops.plan.failure_rate import FailureRate
 from gpuops.wire.ring import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.heartbeat import Heart
+from gpuops.worker.heartbeat import Heartbeat
 from gpuops.worker.schedule import DEFAULT_RESTORE_S, WARMUP_STEPS
 
 
@@ -682,7 +682,7 @@ def test_what_auto_has_chosen_is_saved_beside_the_state(node):
 def test_the_step_that_it_is_told_is_in_the_heartbeat(node):
     ring = bytearray(RING_BYTES)
     write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
-    heart = Heart(memoryview(ring))
+    heart = Heartbeat(memoryview(ring))
     connect(heart, lambda: None)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -847,7 +847,7 @@ class Refusing:
         return tried if callable(call) else call
 
 
-@pytest.mark.parametrize("call", ["set_policy", "reserve", "acquire", "seal"])
+@pytest.mark.parametrize("call", ["set_policy", "reserve", "acquire", "mark_written"])
 @pytest.mark.parametrize("error", [None, RuntimeError("a bug")], ids=["refuses", "bug"])
 def test_a_keeper_that_fails_ends_saving_with_one_warning(node, warnings, call, error):
     keeper = Refusing(node.connect(), call, error=error)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     alone,
@@ -26,21 +27,21 @@ _NAME = "nvlink"
 class _Links:
     up: int
     down: tuple[int, ...]
-    untold: int
+    unknown: int
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with fewer NVLinks up than the profile or its peers have.
 
-    Fewer than the profile says fails, fewer than most GPUs of the model have here warns. The only
-    GPU of a machine has nobody to link to, and one that is divided (MIG) does not use its links.
+    Fewer than in the profile fails, fewer than most GPUs of the model here warns. The only GPU of
+    a machine has no peer to link to, and one that is divided (MIG) does not use its links.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, facts, context),
-        _well,
+        lambda gpu: _judge(gpu, facts, context),
+        _summary,
         ("nvmlDeviceGetNvLinkState", "NVML_FI_DEV_NVLINK"),
     )
 
@@ -51,42 +52,42 @@ def _links(gpu: NvmlGpu) -> _Links | None:
     return _Links(
         up=sum(link.active is True for link in gpu.nvlinks),
         down=tuple(link.link for link in gpu.nvlinks if link.active is False),
-        untold=sum(link.active is None for link in gpu.nvlinks),
+        unknown=sum(link.active is None for link in gpu.nvlinks),
     )
 
 
-def _one(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
     links = _links(gpu)
     if links is None:
         return NotReported()
     if gpu.modes.mig:
         return NotReported("MIG is on, its NVLinks are not in use")
     if alone(facts):
-        return NotReported(f"the only GPU here has nobody to link to ({links.up} up)")
-    wanted, status, source = _wanted(gpu, facts, context)
-    if not wanted:
+        return NotReported(f"the only GPU here has no peer to link to ({links.up} up)")
+    expected, status, source = _expected(gpu, facts, context)
+    if not expected:
         return NotReported(
             "no NVLink is expected: no profile names any, most GPUs here have none up"
         )
-    if links.up < wanted <= links.up + links.untold:
-        return NotReported(f"{links.untold} of its NVLinks gave no answer")
-    return [] if links.up >= wanted else [_down(links, wanted, status, source)]
+    if links.up < expected <= links.up + links.unknown:
+        return NotReported(f"{links.unknown} of its NVLinks gave no answer")
+    return [] if links.up >= expected else [_down(links, expected, status, source)]
 
 
-def _down(links: _Links, wanted: int, status: Status, source: str) -> GpuVerdict:
+def _down(links: _Links, expected: int, status: Status, source: str) -> GpuVerdict:
     down = f" (down: {', '.join(map(str, links.down))})" if links.down else ""
     return GpuVerdict(
         status=status,
-        message=f"{links.up} of {wanted} NVLinks are up{down}",
+        message=f"{links.up} of {expected} NVLinks are up{down}",
         value=links.up,
         unit="links",
-        threshold=f">= {wanted}",
+        threshold=f">= {expected}",
         source=source,
         failure_class=FailureClass.GPU_NVLINK,
     )
 
 
-def _wanted(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> tuple[int | None, Status, str]:
+def _expected(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> tuple[int | None, Status, str]:
     profile = context.profile
     if profile.nvlink_count is not None:
         source = f"profile {profile.name}: {profile.nvlink_count.source}"
@@ -96,7 +97,7 @@ def _wanted(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> tuple[int | Non
     return usual, Status.WARN, "most GPUs of this model here"
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     links = [_links(gpu) for gpu in gpus]
     up = [item.up for item in links if item is not None]
     return GpuVerdict(

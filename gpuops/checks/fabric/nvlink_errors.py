@@ -1,4 +1,4 @@
-"""Do NVLinks count errors?"""
+"""Do the NVLinks count errors?"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from functools import partial
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     beyond,
@@ -45,14 +46,14 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU and kind of error that grows too fast.
 
-    A link has two ends: the fault may be the other end's.
+    A link has two ends: the fault may be at the other end.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters, context),
-        _well,
+        lambda gpu: _judge(gpu, parameters, context),
+        _summary,
         ("NVML_FI_DEV_NVLINK",),
     )
 
@@ -68,19 +69,17 @@ def counters(facts: Gpus) -> Mapping[str, float]:
 
 
 def _counted(gpu: NvmlGpu) -> dict[str, int]:
-    """Return the errors of all links by kind; a kind that no link tells is left out."""
-    told = {
+    """Return the errors of all links by kind; a kind that no link reports is left out."""
+    counts = {
         kind: [count for link in gpu.nvlinks or () if (count := read(link)) is not None]
         for kind, read in _KINDS.items()
     }
-    return {kind: sum(counts) for kind, counts in told.items() if counts}
+    return {kind: sum(each) for kind, each in counts.items() if each}
 
 
-def _one(
-    gpu: NvmlGpu, parameters: Parameters, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
-    told = _counted(gpu)
-    if not told:
+def _judge(gpu: NvmlGpu, parameters: Parameters, context: JudgeContext) -> GpuResult:
+    counts = _counted(gpu)
+    if not counts:
         return NotReported("it has no NVLink" if gpu.nvlinks == () else "")
     limits = {
         "recovery": parameters.recovery_per_hour,
@@ -90,7 +89,7 @@ def _one(
     }
     growths = {
         kind: growth
-        for kind, count in told.items()
+        for kind, count in counts.items()
         if (name := counter_name(_NAME, gpu, kind))
         and (growth := context.counters.lately(name, count)) is not None
     }
@@ -99,7 +98,7 @@ def _one(
     return [
         verdict
         for kind, growth in growths.items()
-        for verdict in _beyond(limits[kind], growth.per_hour, _words(gpu, kind, growth))
+        for verdict in _beyond(limits[kind], growth.per_hour, _text(gpu, kind, growth))
     ]
 
 
@@ -108,15 +107,15 @@ def _worst(gpu: NvmlGpu, kind: str) -> int:
     return max(gpu.nvlinks or (), key=lambda link: read(link) or 0).link
 
 
-def _words(gpu: NvmlGpu, kind: str, growth: CounterGrowth) -> str:
+def _text(gpu: NvmlGpu, kind: str, growth: CounterGrowth) -> str:
     return (
         f"{growth.grown:g} {kind} errors on its NVLinks in {growth.elapsed_s / 60:.0f} min;"
         f" link {_worst(gpu, kind)} has counted most"
     )
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    return GpuVerdict(message=f"few or no NVLink errors of late on {counted(gpus)}")
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    return GpuVerdict(message=f"few or no recent NVLink errors on {counted(gpus)}")
 
 
 CHECK = Check(

@@ -1,7 +1,7 @@
-"""What has NVIDIA's driver said about each NVSwitch (SXid) since it was last known to be well?
+"""What has NVIDIA's driver logged about each NVSwitch (SXid) since it was last healthy?
 
-A line says itself whether it is fatal; the catalogue in ``checks/xid`` tells those apart that are
-not. An SXid is about the fabric of all GPUs of the node, so it counts for every job on it.
+Each line states whether it is fatal; the catalogue in ``checks/xid`` classifies the others. An SXid
+is about the fabric of all GPUs of the node, so it counts for every job on it.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _MANY = CheckLimit(warn=100, source="gpuops judgement")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``corrected_per_hour``: errors that a switch corrected, over the last hour."""
+    """``corrected_per_hour``: errors that a switch corrected in the last hour."""
 
     corrected_per_hour: CheckLimit = _MANY
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _SxidBurst:
     burst: Burst
     kind: SxidKind
 
@@ -33,7 +33,7 @@ class _Told:
     def status(self) -> Status:
         return self.kind.sxid_class.verdict(fatal=bool(self.burst.fatal))
 
-    def words(self) -> str:
+    def text(self) -> str:
         """Return ``"SXid 20034 (link went down) on link 30, fatal, 3 min 20 s after boot"``."""
         fatal = "fatal" if self.burst.fatal else "not fatal"
         link = "" if self.burst.link is None else f" on link {self.burst.link}"
@@ -42,22 +42,22 @@ class _Told:
 
 
 def judge(facts: KernelFacts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding for each switch of which something counts.
+    """Return one finding for each switch with an SXid that counts.
 
-    Where none of them fails or passes one more says that the log was read and no switch fails.
+    If all of them warn, one more reports that the log was read and no switch fails.
     """
     findings = []
     for address in sorted({burst.address for burst in facts.driver.sxids}):
         entity = Entity(EntityKind.SWITCH, f"PCI:{address}")
-        told = _told(address, facts, _cut_us(entity, facts, context))
-        if told:
-            findings.append(_finding(entity, told, facts, parameters, context.node))
+        bursts = _counted_bursts(address, facts, _cut_us(entity, facts, context))
+        if bursts:
+            findings.append(_finding(entity, bursts, facts, parameters, context.node))
     if all(finding.status is Status.WARN for finding in findings):
-        findings.append(_well(facts, context))
+        findings.append(_summary(facts, context))
     return sorted(findings, key=lambda finding: -finding.status)
 
 
-def _well(facts: KernelFacts, context: JudgeContext) -> Finding:
+def _summary(facts: KernelFacts, context: JudgeContext) -> Finding:
     return Finding(
         check="nvswitch_sxid",
         entity=context.node,
@@ -75,10 +75,10 @@ def _cut_us(entity: Entity, facts: KernelFacts, context: JudgeContext) -> int | 
     return max((cut for cut in cuts if cut is not None), default=None)
 
 
-def _told(address: str, facts: KernelFacts, cut_us: int | None) -> list[_Told]:
+def _counted_bursts(address: str, facts: KernelFacts, cut_us: int | None) -> list[_SxidBurst]:
     kinds = {kind.code: kind for kind in facts.sxids}
     return [
-        _Told(burst, kinds.get(burst.code) or SxidKind.unknown(burst.code))
+        _SxidBurst(burst, kinds.get(burst.code) or SxidKind.unknown(burst.code))
         for burst in facts.driver.sxids
         if burst.address == address and (cut_us is None or burst.last_us > cut_us)
     ]
@@ -86,19 +86,19 @@ def _told(address: str, facts: KernelFacts, cut_us: int | None) -> list[_Told]:
 
 def _finding(
     entity: Entity,
-    told: list[_Told],
+    bursts: list[_SxidBurst],
     facts: KernelFacts,
     parameters: Parameters,
     node: Entity,
 ) -> Finding:
-    worst = max(told, key=lambda item: (item.status, item.burst.last_us))
-    lines = sum(item.burst.count for item in told)
-    status, text = worst.status, f"{worst.words()}: {worst.burst.line}"
-    corrected = _corrected_per_hour(told, facts.now_us)
+    worst = max(bursts, key=lambda item: (item.status, item.burst.last_us))
+    lines = sum(item.burst.count for item in bursts)
+    status, text = worst.status, f"{worst.text()}: {worst.burst.line}"
+    corrected = _corrected_per_hour(bursts, facts.now_us)
     limit = parameters.corrected_per_hour
     if status is Status.PASS and corrected:
         status = min(limit.ceiling(corrected), Status.WARN)
-        text += f"; {corrected} corrected in the last hour, wanted {limit.text('<')}"
+        text += f"; {corrected} corrected in the last hour, limit {limit.text('<')}"
     if lines > 1:
         text += f"; {lines} lines about this switch in all"
     if status is Status.FAIL:
@@ -118,17 +118,17 @@ def _finding(
     )
 
 
-def _corrected_per_hour(told: list[_Told], now_us: int) -> int:
+def _corrected_per_hour(bursts: list[_SxidBurst], now_us: int) -> int:
     return sum(
         item.burst.count
-        for item in told
+        for item in bursts
         if item.kind.sxid_class is SxidClass.CORRECTED and now_us - item.burst.last_us <= _HOUR_US
     )
 
 
 CHECK = Check(
     name="nvswitch_sxid",
-    about="what the driver said about each NVSwitch (SXid) since boot or repair",
+    about="what the driver logged about each NVSwitch (SXid) since boot or repair",
     probe=PROBE,
     parameters=Parameters,
     judge=judge,

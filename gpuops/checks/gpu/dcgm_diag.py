@@ -1,4 +1,4 @@
-"""What does NVIDIA's own diagnostic say, of every entity and with every error?"""
+"""What does NVIDIA's own diagnostic report, for every entity and with every error?"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _DEPLOYMENT = "deployment"
 class Parameters:
     """``level`` of ``dcgmi diag -r``: 1 takes seconds, 2 two minutes, and from 2 on GPUs are used.
 
-    ``ignore``: error codes that are no matter here.
+    ``ignore``: error codes that do not count.
     """
 
     level: int = 1
@@ -49,8 +49,8 @@ def judge(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) 
     """Return a finding for each error and each failed test without one, else one for all.
 
     The severities ``isolate`` and ``reset`` fail; ``config`` (persistence mode is off), ``monitor``
-    and the others warn. An older DCGM tells no severity: there a failed test fails, but for those
-    of the installation. Errors count in tests that DCGM calls passed, too.
+    and the others warn. An older DCGM reports no severity: then a failed test fails, except those
+    of the installation. Errors count even in tests that DCGM reports as passed.
     """
     subject = Subject(
         check="dcgm_diag", entity=context.node, failure_class=FailureClass.GPU_DIAGNOSTIC
@@ -62,14 +62,16 @@ def judge(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) 
         return [_unknown(context, why, UnknownReason.NOT_SUPPORTED)]
     findings: list[Finding] = []
     for result in facts.results:
-        findings += _judged(result, parameters, context)
+        findings += _judge_result(result, parameters, context)
     findings = list(dict.fromkeys(findings))
     if facts.error is not None:
         findings.append(_unknown(context, facts.error, UnknownReason.CRASH))
-    return findings or [_quiet(facts, parameters, context)]
+    return findings or [_no_errors(facts, parameters, context)]
 
 
-def _judged(result: DcgmResult, parameters: Parameters, context: JudgeContext) -> Iterable[Finding]:
+def _judge_result(
+    result: DcgmResult, parameters: Parameters, context: JudgeContext
+) -> Iterable[Finding]:
     errors = [error for error in result.errors if error.code not in parameters.ignore]
     for error in errors:
         status = _status(result, error)
@@ -92,7 +94,7 @@ def _finding(
     if error is not None:
         text, code = error.text or text, error.code
         severity = SEVERITIES.get(error.severity or 0, str(error.severity))
-    told = f" [error {code}, {severity}]" if code is not None else ""
+    detail = f" [error {code}, {severity}]" if code is not None else ""
     return Finding(
         check="dcgm_diag",
         entity=context.node,
@@ -101,19 +103,19 @@ def _finding(
         unit=None if code is None else "DCGM error",
         threshold="pass",
         source=_SOURCE,
-        message=f"{result.entity}, test {result.test}: {text}{told}",
+        message=f"{result.entity}, test {result.test}: {text}{detail}",
         failure_class=FailureClass.GPU_DIAGNOSTIC,
     )
 
 
-def _quiet(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) -> Finding:
-    """Return the finding where no result complains: dcgmi's exit code has the last word."""
-    ran = [result for result in facts.results if result.status.startswith("pass")]
+def _no_errors(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) -> Finding:
+    """Return the finding if no result has an error: dcgmi's exit code decides."""
+    passed = [result for result in facts.results if result.status.startswith("pass")]
     skipped_ones = [result for result in facts.results if result.status.startswith("skip")]
-    tests = len({result.test for result in ran})
+    tests = len({result.test for result in passed})
     version = f" (DCGM {facts.version})" if facts.version else ""
     text = f"level {parameters.level}{version}: {tests} tests passed, {len(skipped_ones)} skipped"
-    if not ran:
+    if not passed:
         return _unknown(context, f"{text}: nothing was tested", UnknownReason.NOT_SUPPORTED)
     if facts.exit_code == 0 or parameters.ignore:
         status = Status.PASS
@@ -156,7 +158,7 @@ def _read(machine: ProbeContext, budget_s: float) -> DcgmDiagnostic:
 CHECK = Check(
     name="dcgm_diag",
     about="NVIDIA's DCGM diagnostic, where installed: every entity, every error",
-    # Alone on the GPUs: its own processes must not be taken for somebody's leftovers.
+    # Exclusive use of the GPUs: its own processes must not look like leftovers.
     probe=Probe(
         "dcgm",
         DcgmDiagnostic,

@@ -1,10 +1,11 @@
-"""May each GPU run as fast as its model is meant to?"""
+"""May each GPU run at the full clock of its model?"""
 
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     counted,
@@ -21,17 +22,17 @@ _NAME = "gpu_clocks"
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU that may not run as fast as the profile or its peers say.
+    """Return a finding for each GPU whose clock limit is below the profile's or its peers'.
 
-    Held against them is the SM clock for applications, else the greatest one. The clock of the
-    moment says nothing: an idle GPU runs slowly.
+    The limit is the SM clock for applications, else the maximum one. The current clock is not
+    judged: an idle GPU runs slowly.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, facts, context),
-        _well,
+        lambda gpu: _judge(gpu, facts, context),
+        _summary,
         ("nvmlDeviceGetApplicationsClock", "nvmlDeviceGetMaxClockInfo"),
     )
 
@@ -41,15 +42,15 @@ def _allowed_mhz(gpu: NvmlGpu) -> int | None:
     return clocks.sm_max_mhz if clocks.sm_application_mhz is None else clocks.sm_application_mhz
 
 
-def _one(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
     allowed_mhz, profile = _allowed_mhz(gpu), context.profile
     if allowed_mhz is None:
         return NotReported()
-    wanted = profile.sm_clock_mhz_min
-    if wanted is not None:
-        source = f"profile {profile.name}: {wanted.source}"
-        slow = allowed_mhz < wanted.value
-        return _slow(allowed_mhz, wanted.value, Status.FAIL, source) if slow else ()
+    expected = profile.sm_clock_mhz_min
+    if expected is not None:
+        source = f"profile {profile.name}: {expected.source}"
+        slow = allowed_mhz < expected.value
+        return _slow(allowed_mhz, expected.value, Status.FAIL, source) if slow else ()
     usual_mhz = majority(_allowed_mhz(peer) for peer in peers_of(gpu, facts))
     if usual_mhz is not None and allowed_mhz < usual_mhz:
         return _slow(allowed_mhz, usual_mhz, Status.WARN, "most GPUs of this model here")
@@ -70,7 +71,7 @@ def _slow(allowed_mhz: int, wanted_mhz: float, status: Status, source: str) -> l
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     allowed = [_allowed_mhz(gpu) for gpu in gpus]
     return GpuVerdict(
         message=f"the SM clocks of {counted(gpus)} may reach {span(allowed)} MHz",

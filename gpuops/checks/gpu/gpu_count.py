@@ -1,4 +1,4 @@
-"""Are all GPUs there, as NVML counts them?"""
+"""Are all GPUs present, as NVML counts them?"""
 
 from dataclasses import dataclass, replace
 
@@ -13,12 +13,12 @@ _NAME = "gpu_count"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``expected`` GPUs and who said so; None: the profile's, else as many as the PCI bus shows.
+    """``expected`` GPUs and the source; None: the profile's, else as many as the PCI bus shows.
 
-    Only an expectation that a person wrote down can fail a node. One inferred from the bus warns:
-    inside a container or a job's cgroup NVML rightly shows fewer. GPUs that Slurm hands out are an
-    expectation where NVML lists none at all. ``inside_job``: the suite runs
-    there, so that a GPU which the bus shows and NVML does not is at most a warning.
+    Only a configured expectation can fail a node. One inferred from the bus warns: inside a
+    container or a job's cgroup NVML rightly shows fewer. GPUs that Slurm assigned are an
+    expectation if NVML lists none at all. ``inside_job``: the suite runs there, so that a GPU that
+    the bus shows and NVML does not is at most a warning.
     """
 
     expected: int | None = None
@@ -27,61 +27,61 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Expected:
     count: int | None
     source: str
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding about the count, and a warning about GPUs asked for that are not there."""
-    wanted = _wanted(parameters, facts, context)
+    """Return one finding about the count, and a warning about selected GPUs that are missing."""
+    expected = _expectation(parameters, facts, context)
     absent = facts.nvml.status is NvmlStatus.ABSENT
-    if absent and wanted.count is not None:
-        return [finding(_NAME, context.node, _absent(facts, wanted.count, wanted.source))]
+    if absent and expected.count is not None:
+        return [finding(_NAME, context.node, _absent(facts, expected.count, expected.source))]
     if facts.nvml.status is not NvmlStatus.OK:
         silent = unanswered(_NAME, facts, context)
         assert silent is not None
         return [silent]
     counted = finding(
-        _NAME, context.node, _counted(facts, wanted, inside_job=parameters.inside_job)
+        _NAME, context.node, _counted(facts, expected, inside_job=parameters.inside_job)
     )
     return [counted, *not_found(_NAME, facts, context)]
 
 
-def _wanted(parameters: Parameters, facts: Gpus, context: JudgeContext) -> _Wanted:
+def _expectation(parameters: Parameters, facts: Gpus, context: JudgeContext) -> _Expected:
     if parameters.expected is not None:
-        return _Wanted(parameters.expected, parameters.source)
-    expected = context.profile.gpu_count
-    if expected is not None:
-        return _Wanted(int(expected.value), f"profile {context.profile.name}: {expected.source}")
+        return _Expected(parameters.expected, parameters.source)
+    profiled = context.profile.gpu_count
+    if profiled is not None:
+        return _Expected(int(profiled.value), f"profile {context.profile.name}: {profiled.source}")
     if context.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
-        # Single names may be MIG's; that there is nothing at all of what was handed out is plain.
-        return _Wanted(len(context.gpus), "the GPUs asked about (--gpus, SLURM_JOB_GPUS)")
-    return _Wanted(None, "PCI bus")
+        # Single names may be MIG's, so that only the absence of all GPUs is certain.
+        return _Expected(len(context.gpus), "the selected GPUs (--gpus, SLURM_JOB_GPUS)")
+    return _Expected(None, "PCI bus")
 
 
-def _counted(facts: Gpus, wanted: _Wanted, *, inside_job: bool) -> GpuVerdict:
-    # A GPU that gave no answer is there; `gpu_driver` judges its silence.
+def _counted(facts: Gpus, expected: _Expected, *, inside_job: bool) -> GpuVerdict:
+    # A GPU that gave no answer is present; `gpu_driver` judges the hang.
     count = sum(gpu.uuid is not None or gpu.hung_call is not None for gpu in facts.nvml.gpus)
     driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
     names = sorted({gpu.name for gpu in facts.nvml.gpus if gpu.name})
     text = f"{count} GPUs" + (f" ({', '.join(names)})" if names else "") + driver
-    if wanted.count is None and not facts.pci and not count:
+    if expected.count is None and not facts.pci and not count:
         return GpuVerdict(status=Status.SKIP, message="no GPU, and none expected", source=None)
-    # No view of the bus (a container): what NVML lists is all that there is to expect.
-    expected = wanted.count if wanted.count is not None else len(facts.pci) or count
-    there = GpuVerdict(
-        message=text, value=count, unit="GPUs", threshold=f"= {expected}", source=wanted.source
+    # Without a view of the bus (a container), NVML's own count is the expectation.
+    number = expected.count if expected.count is not None else len(facts.pci) or count
+    as_expected = GpuVerdict(
+        message=text, value=count, unit="GPUs", threshold=f"= {number}", source=expected.source
     )
-    if count == expected:
-        return there
-    if count > expected:
-        return replace(there, status=Status.WARN, message=f"{text}: more than expected")
-    hidden = inside_job and _alive_on_bus(facts) >= expected
+    if count == number:
+        return as_expected
+    if count > number:
+        return replace(as_expected, status=Status.WARN, message=f"{text}: more than expected")
+    hidden = inside_job and _alive_on_bus(facts) >= number
     return replace(
-        there,
-        status=Status.WARN if wanted.count is None or hidden else Status.FAIL,
-        message=f"{text}: {expected - count} missing"
+        as_expected,
+        status=Status.WARN if expected.count is None or hidden else Status.FAIL,
+        message=f"{text}: {number - count} missing"
         + (", or hidden from this job: the PCI bus shows all" if hidden else ""),
         failure_class=FailureClass.GPU_MISSING,
     )
@@ -92,7 +92,7 @@ def _alive_on_bus(facts: Gpus) -> int:
 
 
 def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
-    there = GpuVerdict(
+    absent = GpuVerdict(
         message="no GPU in use, as expected",
         value=0,
         unit="GPUs",
@@ -100,7 +100,7 @@ def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
         source=source,
     )
     if not expected:
-        return there
+        return absent
     if not facts.pci:
         text, failure_class = (
             "no GPU on the PCI bus and no NVIDIA driver library",
@@ -109,7 +109,7 @@ def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
     else:
         text = f"{len(facts.pci)} GPUs on the PCI bus, but libnvidia-ml.so.1 is not installed"
         failure_class = FailureClass.GPU_DRIVER
-    return replace(there, status=Status.FAIL, message=text, failure_class=failure_class)
+    return replace(absent, status=Status.FAIL, message=text, failure_class=failure_class)
 
 
 CHECK = Check(

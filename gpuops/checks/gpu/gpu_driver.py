@@ -1,4 +1,4 @@
-"""Does the GPU driver answer, as a whole and for each GPU?"""
+"""Does the GPU driver respond, as a whole and for each GPU?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, entity_of, finding
@@ -17,48 +17,47 @@ _NAME = "gpu_driver"
 _DRIVER_NOT_LOADED = 9
 _OPERATING_SYSTEM = 17
 _MISMATCH = 18
-_WORDS = {
-    NO_PERMISSION: "this user may not ask the driver",
+_EXPLANATIONS = {
+    NO_PERMISSION: "this user has no access to the driver",
     _DRIVER_NOT_LOADED: "the kernel module nvidia is not loaded",
     _OPERATING_SYSTEM: "the operating system or a cgroup keeps this process from the driver",
     _MISMATCH: "the library is of another version than the loaded kernel module, so no CUDA"
     " program starts here; reload the module or reboot",
 }
-# What a process in a container, or without root, is told of a driver that is well.
-_KEPT_OUT = (NO_PERMISSION, _OPERATING_SYSTEM)
-# What the loaded module itself says of its library and its GPUs.
-_VERDICTS = (_MISMATCH, GPU_IS_LOST, RESET_REQUIRED)
+# Codes that a process in a container, or without root, gets from a healthy driver.
+_NO_ACCESS = (NO_PERMISSION, _OPERATING_SYSTEM)
+# Codes by which the loaded module itself reports a fault of its library or GPUs.
+_FAULTS = (_MISMATCH, GPU_IS_LOST, RESET_REQUIRED)
 _COLD = "a cold driver takes 10 to 20 s to initialise"
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding about the driver, or one for each GPU of which a call gave no answer.
+    """Return one finding about the driver, or one for each GPU with a call that hung.
 
-    A hang is evidence against the node from its second time in a boot on, and only where the
-    driver was kept loaded (persistence mode) or the call was inside the kernel (state D): a first
-    call to a cold driver may rightly take longer than a prolog has. A call that was waited for
-    less than a second is no evidence at all. Codes about single GPUs are
-    judged by `gpu_lost`.
+    A hang fails the node from the second time in a boot on, and only if the driver was kept loaded
+    (persistence mode) or the call was inside the kernel (state D): a first call to a cold driver
+    may take longer than a prolog has. A call that had less than a second does not count.
+    `gpu_lost` judges codes about single GPUs.
     """
     nvml = facts.nvml
     if nvml.hang is not None:
         return _hung(nvml, context)
     if nvml.status is NvmlStatus.OK:
-        return [finding(_NAME, context.node, _well(nvml))]
+        return [finding(_NAME, context.node, _summary(nvml))]
     if nvml.status is NvmlStatus.CRASH:
         return [finding(_NAME, context.node, _crashed(nvml))]
     expected = context.profile.gpu_count
-    wanted = expected is not None and expected.value > 0
-    unwanted = not wanted and (expected is not None or not facts.pci)
-    if unwanted and nvml.error_code not in _KEPT_OUT:
+    is_expected = expected is not None and expected.value > 0
+    is_unexpected = not is_expected and (expected is not None or not facts.pci)
+    if is_unexpected and nvml.error_code not in _NO_ACCESS:
         text = f"no GPU is expected here; {nvml.error}"
         return [
             finding(_NAME, context.node, GpuVerdict(status=Status.SKIP, message=text, source=None))
         ]
-    return [finding(_NAME, context.node, _refused(facts, wanted=wanted))]
+    return [finding(_NAME, context.node, _refused(facts, is_expected=is_expected))]
 
 
-def _well(nvml: NvmlSnapshot) -> GpuVerdict:
+def _summary(nvml: NvmlSnapshot) -> GpuVerdict:
     versions = [
         f"{name} {version}"
         for name, version in (("driver", nvml.driver), ("NVML", nvml.nvml_version))
@@ -72,36 +71,36 @@ def _well(nvml: NvmlSnapshot) -> GpuVerdict:
 def _crashed(nvml: NvmlSnapshot) -> GpuVerdict:
     return GpuVerdict(
         status=Status.UNKNOWN,
-        message=nvml.error or "asking NVML failed",
+        message=nvml.error or "a call of NVML failed",
         unknown_reason=UnknownReason.CRASH,
     )
 
 
-def _refused(facts: Gpus, *, wanted: bool) -> GpuVerdict:
-    """Return what an NVML that does not start says of the node.
+def _refused(facts: Gpus, *, is_expected: bool) -> GpuVerdict:
+    """Return the verdict if NVML does not start.
 
-    That library and module differ, or that a GPU is lost or must be reset, is the loaded module's
-    own verdict. Whether a driver must be
-    there at all is for the profile to say: the GPUs may be another's, as a virtual machine's.
+    The loaded module itself reports that the library does not match, or that a GPU is lost or must
+    be reset. Only the profile can say that there must be a driver: the GPUs may belong to a virtual
+    machine.
     """
     nvml, code = facts.nvml, facts.nvml.error_code
     on_bus = f"{len(facts.pci)} GPUs on the PCI bus"
     if nvml.status is NvmlStatus.ABSENT:
         text = f"libnvidia-ml.so.1 is not installed; {on_bus}"
-        if not wanted:
+        if not is_expected:
             return GpuVerdict(
                 status=Status.UNKNOWN, message=text, unknown_reason=UnknownReason.MISSING_TOOL
             )
     else:
-        words = f": {_WORDS[code]}" if code in _WORDS else ""
-        text = f"{nvml.error} (code {code}){words}; {on_bus}"
-    if code in _KEPT_OUT:
+        why = f": {_EXPLANATIONS[code]}" if code in _EXPLANATIONS else ""
+        text = f"{nvml.error} (code {code}){why}; {on_bus}"
+    if code in _NO_ACCESS:
         return GpuVerdict(
             status=Status.UNKNOWN, message=text, unknown_reason=UnknownReason.NO_PERMISSION
         )
     loaded = any(gpu.driver == "nvidia" for gpu in facts.pci)
     return GpuVerdict(
-        status=Status.FAIL if wanted or (code in _VERDICTS and loaded) else Status.WARN,
+        status=Status.FAIL if is_expected or (code in _FAULTS and loaded) else Status.WARN,
         message=text,
         value=code,
         unit="NVML code",
@@ -128,13 +127,13 @@ def _hung(nvml: NvmlSnapshot, context: JudgeContext) -> list[Finding]:
 def _verdict(
     nvml: NvmlSnapshot, call: str | None, waited_s: float | None, context: JudgeContext
 ) -> GpuVerdict:
-    told = f" in {waited_s:.1f} s" if waited_s is not None else ""
+    waited = f" in {waited_s:.1f} s" if waited_s is not None else ""
     inside = ", inside the kernel (state D)" if nvml.state == "D" else ""
-    text = f"{call} gave no answer{told}{inside}; try {len(context.hangs) + 1} of this boot"
+    text = f"{call} gave no answer{waited}{inside}; try {len(context.hangs) + 1} of this boot"
     if waited_s is not None and waited_s < HANG_S:
-        return _undecided(f"{text}: the driver is slow, or this run had too little time for it")
+        return _undecided(f"{text}: the driver is slow, or this run had too little time")
     if not context.hangs:
-        return _undecided(f"{text}: {_COLD}, so another try decides")
+        return _undecided(f"{text}: {_COLD}, so the next check decides")
     in_kernel = nvml.state == "D" or any(hang.state == "D" for hang in context.hangs)
     if context.persistence is not True and not in_kernel:
         known = "off" if context.persistence is False else "not known"
@@ -156,7 +155,7 @@ def _undecided(message: str) -> GpuVerdict:
 
 CHECK = Check(
     name=_NAME,
-    about="the GPU driver is loaded, fits its library and answers",
+    about="the GPU driver is loaded, matches its library and responds",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

@@ -1,11 +1,19 @@
-"""Did a GPU's memory lose data: errors that ECC could not correct?"""
+"""Did a GPU's memory have errors that ECC could not correct?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, beyond, counted, judge_each
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    beyond,
+    counted,
+    judge_each,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import EccErrors, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -18,8 +26,8 @@ _beyond = partial(beyond, failure_class=FailureClass.GPU_ECC_UNCORRECTABLE)
 class Parameters:
     """Errors that ECC could not correct.
 
-    ``volatile``: since the driver's load or the GPU's last reset. ``sram_aggregate``: of the
-    GPU's life, in its SRAM, which has no spare rows.
+    ``volatile``: since the driver's load or the GPU's last reset. ``sram_aggregate``: over the
+    GPU's lifetime, in its SRAM, which has no spare rows.
     """
 
     volatile: CheckLimit
@@ -27,16 +35,16 @@ class Parameters:
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU with uncorrected errors, or whose driver says that it is due.
+    """Return a finding for each GPU with uncorrected errors, or with the driver's error flag.
 
-    The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) is its own verdict and always fails.
+    The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) always fails.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters),
-        _well,
+        lambda gpu: _judge(gpu, parameters),
+        _summary,
         (
             "nvmlDeviceGetTotalEccErrors",
             "nvmlDeviceGetMemoryErrorCounter",
@@ -45,7 +53,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     )
 
 
-def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     ecc = gpu.ecc
     volatile = _volatile(ecc)
     aggregate = ecc.sram_aggregate_uncorrected
@@ -58,13 +66,13 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotRepo
         text = f"{volatile} uncorrected errors since the driver's load or the last reset"
         verdicts += _beyond(parameters.volatile, volatile, text, unit="errors")
     if aggregate is not None:
-        text = f"{aggregate} uncorrected SRAM errors in its life"
+        text = f"{aggregate} uncorrected SRAM errors in its lifetime"
         verdicts += _beyond(parameters.sram_aggregate, aggregate, text, unit="errors")
     if ecc.sram_threshold_exceeded:
         verdicts.append(
             GpuVerdict(
                 status=Status.FAIL,
-                message="the driver says that its SRAM errors are beyond the threshold",
+                message="the driver reports that its SRAM errors exceed the threshold",
                 value=1,
                 unit="flag",
                 threshold="= 0",
@@ -75,19 +83,15 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotRepo
 
 
 def _volatile(ecc: EccErrors) -> int | None:
-    told = [
-        count
-        for count in (ecc.volatile_uncorrected, ecc.sram_volatile_uncorrected)
-        if count is not None
-    ]
-    return max(told, default=None)
+    counts = (ecc.volatile_uncorrected, ecc.sram_volatile_uncorrected)
+    return max((count for count in counts if count is not None), default=None)
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     flags = sum(gpu.ecc.sram_threshold_exceeded is None for gpu in gpus)
-    untold = f"; {flags} do not tell the SRAM flag" if flags else ""
+    unknown = f"; {flags} do not report the SRAM flag" if flags else ""
     return GpuVerdict(
-        message=f"no uncorrected memory error on {counted(gpus)}{untold}",
+        message=f"no uncorrected memory error on {counted(gpus)}{unknown}",
         value=0,
         unit="errors",
     )

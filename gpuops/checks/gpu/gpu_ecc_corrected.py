@@ -1,4 +1,4 @@
-"""How fast do memory errors come that ECC corrected?"""
+"""How fast do memory errors that ECC corrected occur?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     beyond,
@@ -31,23 +32,23 @@ class Parameters:
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a warning for each GPU whose corrected errors come too fast.
+    """Return a warning for each GPU whose corrected errors occur too fast.
 
-    A count says nothing about when: only its growth since the oldest sample of the last day is
-    judged. The count of the GPU's life is preferred, since it outlives a reset.
+    Only the growth since the oldest sample of the last day is judged. The lifetime count is
+    preferred, since it survives a reset.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters.per_day, context),
-        _well,
+        lambda gpu: _judge(gpu, parameters.per_day, context),
+        _summary,
         ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMemoryErrorCounter"),
     )
 
 
 def counters(facts: Gpus) -> Mapping[str, float]:
-    """Return the corrected errors of each GPU, of its life and since the driver's load."""
+    """Return the corrected errors of each GPU, over its lifetime and since the driver's load."""
     values = {}
     for gpu in facts.nvml.gpus:
         for kind, count in (
@@ -60,9 +61,7 @@ def counters(facts: Gpus) -> Mapping[str, float]:
     return values
 
 
-def _one(
-    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext) -> GpuResult:
     if gpu.ecc.aggregate_corrected is None and gpu.ecc.volatile_corrected is None:
         return NotReported("ECC is off" if gpu.modes.ecc is False else "")
     growth = _growth(gpu, context)
@@ -86,13 +85,13 @@ def _growth(gpu: NvmlGpu, context: JudgeContext) -> CounterGrowth | None:
     return None
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    return GpuVerdict(message=f"few or no errors corrected of late on {counted(gpus)}")
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    return GpuVerdict(message=f"few or no recent corrected errors on {counted(gpus)}")
 
 
 CHECK = Check(
     name=_NAME,
-    about="memory errors that ECC corrects do not come fast",
+    about="memory errors that ECC corrects do not occur fast",
     probe=PROBE,
     parameters=Parameters,
     judge=judge,

@@ -1,10 +1,18 @@
-"""Has each GPU joined the NVSwitch fabric, and is the fabric well?"""
+"""Has each GPU joined the NVSwitch fabric, and is the fabric healthy?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, alone, counted, judge_each
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    alone,
+    counted,
+    judge_each,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import Fabric, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -17,7 +25,7 @@ _NOT_SUPPORTED, _COMPLETED = 0, 3
 _SWITCHLESS_MAX = 4
 _STATES = {0: "not supported", 1: "not started", 2: "in progress"}
 _OUTSIDE = frozenset({1, 2})
-# nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, words, verdict.
+# nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, text, status.
 _TRUE = 1
 _CONDITIONS = (
     (0, "its bandwidth is degraded", Status.FAIL),
@@ -46,27 +54,25 @@ class Parameters:
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU that is not in the fabric, or whose fabric is not well.
+    """Return a finding for each GPU that is not in the fabric, or whose fabric is not healthy.
 
-    CUDA cannot start (error 802) on a GPU that has not joined. That fails where the profile says
-    that there is a fabric; a failed registration and a bad health mask are the driver's verdict.
-    A board of four GPUs joins them without a switch, and one that is divided (MIG) needs none.
+    CUDA cannot start (error 802) on a GPU that has not joined. That fails if the profile has a
+    fabric; a failed registration and a bad health mask always fail. A board of four GPUs connects
+    them without a switch, and a GPU that is divided (MIG) needs no fabric.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters, facts, context),
-        _well,
+        lambda gpu: _judge(gpu, parameters, facts, context),
+        _summary,
         ("nvmlDeviceGetGpuFabricInfo",),
     )
 
 
-def _one(
-    gpu: NvmlGpu, parameters: Parameters, facts: Gpus, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
-    fabric, wanted = gpu.fabric, context.profile.fabric
-    expected = wanted is not None and wanted.value
+def _judge(gpu: NvmlGpu, parameters: Parameters, facts: Gpus, context: JudgeContext) -> GpuResult:
+    fabric, profiled = gpu.fabric, context.profile.fabric
+    expected = profiled is not None and profiled.value
     if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
         return NotReported("" if fabric is None else "it has no fabric")
     if fabric.state != _COMPLETED:
@@ -80,7 +86,7 @@ def _one(
 
 
 def _not_needed(gpu: NvmlGpu, state: int, facts: Gpus) -> str | None:
-    """Return why *gpu* works outside of the fabric; None where it should be inside."""
+    """Return why *gpu* works without the fabric; None if it needs it."""
     if alone(facts):
         return "the only GPU here needs no fabric"
     if gpu.modes.mig:
@@ -98,10 +104,10 @@ def _outside(
     fabric: Fabric, parameters: Parameters, context: JudgeContext, *, expected: bool
 ) -> GpuVerdict:
     young = parameters.joining_s.ceiling(context.counters.since_boot_s) is not Status.FAIL
-    # A state that only a newer driver knows is no fault that anybody can name.
-    surely = expected and not young and fabric.state in _OUTSIDE
+    # A state that only a newer driver knows is not a known fault.
+    is_fault = expected and not young and fabric.state in _OUTSIDE
     return GpuVerdict(
-        status=Status.FAIL if surely else Status.WARN,
+        status=Status.FAIL if is_fault else Status.WARN,
         message=f"it has not joined the fabric: {_STATES.get(fabric.state, 'unknown state')}"
         + (" (the node has only just booted)" if expected and young else ""),
         value=fabric.state,
@@ -115,17 +121,17 @@ def _outside(
 def _health(fabric: Fabric) -> list[GpuVerdict]:
     mask = fabric.health_mask or 0
     verdicts = [
-        _bad(words, f"{mask:#x}", status)
-        for shift, words, status in _CONDITIONS
+        _bad(text, f"{mask:#x}", status)
+        for shift, text, status in _CONDITIONS
         if mask >> shift & 0x3 == _TRUE
     ]
     configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_WIDTH
     if configuration > _TRUE:
-        words = _CONFIGURATIONS.get(configuration, f"code {configuration}")
-        verdicts.append(_bad(f"the fabric is configured wrongly: {words}", f"{mask:#x}"))
+        text = _CONFIGURATIONS.get(configuration, f"code {configuration}")
+        verdicts.append(_bad(f"the fabric is configured wrongly: {text}", f"{mask:#x}"))
     if not verdicts and fabric.health_summary in _SUMMARIES:
-        words, status = _SUMMARIES[fabric.health_summary]
-        verdicts.append(_bad(f"the fabric is {words}", fabric.health_summary, status))
+        text, status = _SUMMARIES[fabric.health_summary]
+        verdicts.append(_bad(f"the fabric is {text}", fabric.health_summary, status))
     return verdicts
 
 
@@ -139,11 +145,11 @@ def _bad(message: str, value: float | str, status: Status = Status.FAIL) -> GpuV
     )
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    blind = sum(gpu.fabric is not None and gpu.fabric.health_mask is None for gpu in gpus)
-    untold = f"; {blind} do not tell the fabric's health" if blind else ""
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    unknown = sum(gpu.fabric is not None and gpu.fabric.health_mask is None for gpu in gpus)
+    text = f"; {unknown} do not report the fabric's health" if unknown else ""
     return GpuVerdict(
-        message=f"{counted(gpus)} in the fabric{untold}", value=_COMPLETED, unit="fabric state"
+        message=f"{counted(gpus)} in the fabric{text}", value=_COMPLETED, unit="fabric state"
     )
 
 

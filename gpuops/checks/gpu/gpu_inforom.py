@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import CORRUPTED_INFOROM, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -12,14 +12,14 @@ _NAME = "gpu_inforom"
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU whose InfoROM the driver finds corrupt: its own verdict."""
-    return judge_each(_NAME, facts, context, _one, _well, ("nvmlDeviceValidateInforom",))
+    """Return a finding for each GPU whose InfoROM the driver reports as corrupt."""
+    return judge_each(_NAME, facts, context, _judge, _summary, ("nvmlDeviceValidateInforom",))
 
 
-def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
-    said = [error.call for error in gpu.errors if error.code == CORRUPTED_INFOROM]
-    if gpu.inforom_valid is False or said:
-        how = f" ({', '.join(said)} said so)" if said else ""
+def _judge(gpu: NvmlGpu) -> GpuResult:
+    calls = [error.call for error in gpu.errors if error.code == CORRUPTED_INFOROM]
+    if gpu.inforom_valid is False or calls:
+        how = f" ({', '.join(calls)})" if calls else ""
         return [
             GpuVerdict(
                 status=Status.FAIL,
@@ -32,7 +32,7 @@ def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
     return NotReported() if gpu.inforom_valid is None else ()
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     return GpuVerdict(
         message=f"the InfoROM of {counted(gpus)} is valid", value="valid", threshold="= valid"
     )

@@ -1,9 +1,9 @@
-"""Does NVML open every GPU, and does the driver still reach it?"""
+"""Can NVML open every GPU, and can the driver still reach it?"""
 
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     CORRUPTED_INFOROM,
@@ -18,27 +18,27 @@ from gpuops.model import FailureClass, Finding, Status, UnknownReason
 _NAME = "gpu_lost"
 _INSUFFICIENT_POWER = 8
 
-# The driver's own verdicts on a GPU (nvml.h, nvmlReturn_t). Any other code is a sign.
-_VERDICTS = {
+# Codes by which the driver reports a fault of a GPU (nvml.h, nvmlReturn_t). Others only warn.
+_FAULTS = {
     _INSUFFICIENT_POWER: ("its external power is not connected", FailureClass.GPU_THERMAL_POWER),
     CORRUPTED_INFOROM: ("its InfoROM is corrupt", FailureClass.GPU_INFOROM),
     GPU_IS_LOST: ("the driver has lost it", FailureClass.GPU_FELL_OFF_BUS),
     RESET_REQUIRED: ("it works again only after a reset", FailureClass.GPU_DRIVER),
 }
-# Of single calls: what the driver, the interrupt or the system said went wrong in asking the GPU.
-_SIGNS = frozenset({9, 10, 11, 17, 20, 999, UNREADABLE})
+# Of single calls: errors of the driver, the interrupt or the system.
+_CALL_ERRORS = frozenset({9, 10, 11, 17, 20, 999, UNREADABLE})
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that NVML cannot open, has lost, or hangs on.
 
-    A code that says what is wrong with the GPU fails, others warn. A call without an answer is
-    unknown: `gpu_driver` judges hangs, by the second one.
+    A code that reports a fault of the GPU fails, others warn. A call that hung is unknown:
+    `gpu_driver` judges hangs.
     """
-    return judge_each(_NAME, facts, context, _one, _well)
+    return judge_each(_NAME, facts, context, _judge, _summary)
 
 
-def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu) -> GpuResult:
     if gpu.hung_call is not None:
         return [
             GpuVerdict(
@@ -52,14 +52,15 @@ def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
     for code in (GPU_IS_LOST, RESET_REQUIRED):
         calls = [error.call for error in gpu.errors if error.code == code]
         if calls:
-            return [_said(code, f"{', '.join(calls)} said so")]
-    signs = [f"{error.call}: {error.text}" for error in gpu.errors if error.code in _SIGNS]
-    if signs:
+            return [_fault(code, f"reported by {', '.join(calls)}")]
+    errors = [f"{error.call}: {error.text}" for error in gpu.errors if error.code in _CALL_ERRORS]
+    if errors:
+        more = f"; {len(errors) - 3} more" if len(errors) > 3 else ""
         return [
             GpuVerdict(
                 status=Status.WARN,
-                message=f"{'; '.join(signs[:3])}{_more(len(signs) - 3)}",
-                value=len(signs),
+                message=f"{'; '.join(errors[:3])}{more}",
+                value=len(errors),
                 unit="calls",
                 threshold="no call fails",
                 failure_class=FailureClass.GPU_DRIVER,
@@ -69,8 +70,8 @@ def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
 
 
 def _unopened(error: str, code: int | None) -> GpuVerdict:
-    if code in _VERDICTS:
-        return _said(code, error)
+    if code in _FAULTS:
+        return _fault(code, error)
     if code == NO_PERMISSION:
         return GpuVerdict(
             status=Status.UNKNOWN, message=error, unknown_reason=UnknownReason.NO_PERMISSION
@@ -85,8 +86,8 @@ def _unopened(error: str, code: int | None) -> GpuVerdict:
     )
 
 
-def _said(code: int, how: str) -> GpuVerdict:
-    text, failure_class = _VERDICTS[code]
+def _fault(code: int, how: str) -> GpuVerdict:
+    text, failure_class = _FAULTS[code]
     return GpuVerdict(
         status=Status.FAIL,
         message=f"{text} ({how})",
@@ -97,11 +98,7 @@ def _said(code: int, how: str) -> GpuVerdict:
     )
 
 
-def _more(count: int) -> str:
-    return f"; {count} more" if count > 0 else ""
-
-
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     return GpuVerdict(
         message=f"{counted(gpus)} opened by NVML, none lost",
         value=0,
@@ -112,7 +109,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 
 CHECK = Check(
     name=_NAME,
-    about="every GPU is opened by NVML, and none is lost or waits for a reset",
+    about="NVML opens every GPU, and none is lost or waits for a reset",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

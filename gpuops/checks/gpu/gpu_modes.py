@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.core.profile import FlagExpectation, Profile
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import Modes, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -18,15 +18,15 @@ COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclu
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mode of a GPU that is not as profiled, or is about to change.
 
-    Other than the profile says fails. Without a profile only a mode that waits for a reset and
+    A difference from the profile fails. Without a profile only a mode that waits for a reset and
     persistence that is off warn: a driver that unloads when idle takes seconds to start again.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu.modes, context.profile),
-        _well,
+        lambda gpu: _judge(gpu.modes, context.profile),
+        _summary,
         (
             "nvmlDeviceGetEccMode",
             "nvmlDeviceGetMigMode",
@@ -36,9 +36,8 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
     )
 
 
-def _one(modes: Modes, profile: Profile) -> Sequence[GpuVerdict] | NotReported:
-    told = (modes.ecc, modes.mig, modes.persistence, modes.compute)
-    if all(mode is None for mode in told):
+def _judge(modes: Modes, profile: Profile) -> GpuResult:
+    if all(m is None for m in (modes.ecc, modes.mig, modes.persistence, modes.compute)):
         return NotReported()
     return [
         *_wrong("ECC", modes.ecc, profile.ecc, profile.name),
@@ -52,34 +51,34 @@ def _one(modes: Modes, profile: Profile) -> Sequence[GpuVerdict] | NotReported:
 
 
 def _wrong(
-    what: str, now: bool | None, wanted: FlagExpectation | None, profile: str
+    what: str, now: bool | None, expected: FlagExpectation | None, profile: str
 ) -> list[GpuVerdict]:
-    if now is None or wanted is None or now == wanted.value:
+    if now is None or expected is None or now == expected.value:
         return []
     return [
         GpuVerdict(
             status=Status.FAIL,
-            message=f"{what} is {_word(now)}, expected {_word(wanted.value)}",
+            message=f"{what} is {_word(now)}, expected {_word(expected.value)}",
             value=_word(now),
-            threshold=f"= {_word(wanted.value)}",
-            source=f"profile {profile}: {wanted.source}",
+            threshold=f"= {_word(expected.value)}",
+            source=f"profile {profile}: {expected.source}",
             failure_class=FailureClass.GPU_CONFIG,
         )
     ]
 
 
 def _wrong_compute(now: int | None, profile: Profile) -> list[GpuVerdict]:
-    wanted = profile.compute_mode
-    if now is None or wanted is None or COMPUTE_MODES.get(now) in wanted.value:
+    expected = profile.compute_mode
+    if now is None or expected is None or COMPUTE_MODES.get(now) in expected.value:
         return []
     return [
         GpuVerdict(
             status=Status.FAIL,
             message=f"its compute mode is {COMPUTE_MODES.get(now, now)}, "
-            f"expected {' or '.join(wanted.value)}",
+            f"expected {' or '.join(expected.value)}",
             value=COMPUTE_MODES.get(now, str(now)),
-            threshold=f"= {' or '.join(wanted.value)}",
-            source=f"profile {profile.name}: {wanted.source}",
+            threshold=f"= {' or '.join(expected.value)}",
+            source=f"profile {profile.name}: {expected.source}",
             failure_class=FailureClass.GPU_CONFIG,
         )
     ]
@@ -118,18 +117,18 @@ def _word(mode: bool) -> str:
     return "on" if mode else "off"
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    said = {
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    modes = {
         "ECC": [gpu.modes.ecc for gpu in gpus],
         "MIG": [gpu.modes.mig for gpu in gpus],
         "persistence": [gpu.modes.persistence for gpu in gpus],
     }
-    words = [f"{what} {_all(modes)}" for what, modes in said.items()]
+    words = [f"{what} {_all(each)}" for what, each in modes.items()]
     return GpuVerdict(message=f"{counted(gpus)}: {', '.join(words)}")
 
 
 def _all(modes: Sequence[bool | None]) -> str:
-    words = ["not told" if mode is None else _word(mode) for mode in modes]
+    words = ["unknown" if mode is None else _word(mode) for mode in modes]
     return " or ".join(sorted(set(words)))
 
 

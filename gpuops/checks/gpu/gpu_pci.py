@@ -1,4 +1,4 @@
-"""Does every GPU on the PCI bus answer, and does NVML know it?"""
+"""Does every GPU on the PCI bus respond, and does NVML list it?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import PROBE
@@ -13,17 +13,18 @@ _DRIVER = "nvidia"
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that is off the bus or unknown to NVML, else one for all.
 
-    A device that reads as all ones has left the bus, which is a fact and fails. One that NVML does
-    not list warns: a container or a job's cgroup may rightly hide it.
+    A device that reads as all ones has left the bus, and fails. One that NVML does not list warns:
+    a container or a job's cgroup may hide it.
     """
     if not facts.pci:
-        return [_finding(context.node, Status.SKIP, "no NVIDIA GPU on the PCI bus")]
+        text = "no NVIDIA GPU on the PCI bus"
+        return [Finding(check="gpu_pci", entity=context.node, status=Status.SKIP, message=text)]
     uuids = {gpu.address: gpu.uuid for gpu in facts.nvml.gpus if gpu.address and gpu.uuid}
     lost = [_lost(gpu, uuids) for gpu in facts.pci if gpu.answers is False]
     hidden = _hidden(facts, context.node)
     if lost or hidden:
         return lost + hidden
-    return [_all_well(facts, context.node)]
+    return [_summary(facts, context.node)]
 
 
 def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
@@ -34,7 +35,7 @@ def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
         value="0xffff",
         threshold="vendor 0x10de",
         source="PCIe (reads as all ones)",
-        message=f"{gpu.address} no longer answers on the PCI bus: it has fallen off",
+        message=f"{gpu.address} no longer responds on the PCI bus: it has fallen off",
         failure_class=FailureClass.GPU_FELL_OFF_BUS,
     )
 
@@ -65,31 +66,27 @@ def _hidden(facts: Gpus, node: Entity) -> list[Finding]:
     ]
 
 
-def _all_well(facts: Gpus, node: Entity) -> Finding:
+def _summary(facts: Gpus, node: Entity) -> Finding:
     bound = sum(gpu.driver == _DRIVER for gpu in facts.pci)
     unread = sum(gpu.answers is None for gpu in facts.pci)
-    text = f"{len(facts.pci)} GPUs answer on the PCI bus, {bound} bound to the nvidia driver"
+    text = f"{len(facts.pci)} GPUs respond on the PCI bus, {bound} bound to the nvidia driver"
     if unread:
-        text += f"; {unread} could not be asked"
+        text += f"; {unread} could not be read"
     return Finding(
         check="gpu_pci",
         entity=node,
         status=Status.PASS,
         value=len(facts.pci),
         unit="GPUs",
-        threshold="each answers",
+        threshold="each responds",
         source="PCI bus",
         message=text,
     )
 
 
-def _finding(node: Entity, status: Status, message: str) -> Finding:
-    return Finding(check="gpu_pci", entity=node, status=status, message=message)
-
-
 CHECK = Check(
     name="gpu_pci",
-    about="every GPU on the PCI bus answers and is known to NVML",
+    about="every GPU on the PCI bus responds and NVML lists it",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

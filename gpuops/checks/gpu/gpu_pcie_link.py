@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.core.profile import NumberExpectation
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    counted,
+    judge_each,
+    span,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -19,8 +27,8 @@ _IDLE = 0x1
 class Parameters:
     """``busy_percent``: at this utilization and above, the link must run at its full generation.
 
-    An idle link falls to a lower generation to save power, and that is no fault. Utilization is of
-    up to a second ago, so a GPU whose clocks are down because it idles is not busy.
+    An idle link falls to a lower generation to save power, which is not a fault. Utilization may be
+    a second old, so that a GPU with idle clocks is not busy.
     """
 
     busy_percent: float
@@ -28,7 +36,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _LinkValue:
     what: str
     now: int | None
     most: int | None
@@ -38,28 +46,26 @@ class _Held:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose link is narrower or slower than expected.
 
-    Less than the profile says fails. Less than the device and its slot can do only warns: a
-    virtual machine may show a link that is not the real one.
+    Less than in the profile fails. Less than the device and its slot support only warns: a virtual
+    machine may show a link that is not the real one.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters, context),
-        lambda gpus: _well(gpus, parameters),
+        lambda gpu: _judge(gpu, parameters, context),
+        lambda gpus: _summary(gpus, parameters),
         ("nvmlDeviceGetCurrPcieLink", "nvmlDeviceGetMaxPcieLink"),
     )
 
 
-def _one(
-    gpu: NvmlGpu, parameters: Parameters, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters, context: JudgeContext) -> GpuResult:
     pcie, profile = gpu.pcie, context.profile
     if pcie.width is None and pcie.generation_max is None and pcie.generation is None:
         return NotReported()
     now = pcie.generation if _busy(gpu, parameters) else None
-    width = _Held("lanes", pcie.width, pcie.width_max, profile.pcie_width)
-    speed = _Held("generation", now, pcie.generation_max, profile.pcie_generation)
+    width = _LinkValue("lanes", pcie.width, pcie.width_max, profile.pcie_width)
+    speed = _LinkValue("generation", now, pcie.generation_max, profile.pcie_generation)
     return [*_lacking(width, profile.name), *_lacking(speed, profile.name)]
 
 
@@ -69,36 +75,38 @@ def _busy(gpu: NvmlGpu, parameters: Parameters) -> bool:
     return used is not None and used >= parameters.busy_percent and not idle
 
 
-def _lacking(held: _Held, profile: str) -> list[GpuVerdict]:
-    """Return what is wrong with the width or the generation: nothing, or one verdict."""
-    if held.expected is not None:
-        told = [value for value in (held.now, held.most) if value is not None]
-        wanted, source = int(held.expected.value), f"profile {profile}: {held.expected.source}"
-        lacking = told and min(told) < wanted
-        return [_verdict(held, min(told), wanted, Status.FAIL, source)] if lacking else []
-    if held.now is not None and held.most is not None and held.now < held.most:
-        return [_verdict(held, held.now, held.most, Status.WARN, "the device and its slot")]
+def _lacking(link: _LinkValue, profile: str) -> list[GpuVerdict]:
+    """Return the verdict on the width or the generation, if it is too low."""
+    if link.expected is not None:
+        known = [value for value in (link.now, link.most) if value is not None]
+        expected, source = int(link.expected.value), f"profile {profile}: {link.expected.source}"
+        lacking = known and min(known) < expected
+        return [_verdict(link, min(known), expected, Status.FAIL, source)] if lacking else []
+    if link.now is not None and link.most is not None and link.now < link.most:
+        return [_verdict(link, link.now, link.most, Status.WARN, "the device and its slot")]
     return []
 
 
-def _verdict(held: _Held, value: int, wanted: int, status: Status, source: str) -> GpuVerdict:
+def _verdict(
+    link: _LinkValue, value: int, expected: int, status: Status, source: str
+) -> GpuVerdict:
     return GpuVerdict(
         status=status,
-        message=f"PCIe {held.what}: {value}, expected {wanted}",
+        message=f"PCIe {link.what}: {value}, expected {expected}",
         value=value,
-        unit=held.what,
-        threshold=f">= {wanted}",
+        unit=link.what,
+        threshold=f">= {expected}",
         source=source,
         failure_class=FailureClass.HOST_PCIE,
     )
 
 
-def _well(gpus: Sequence[NvmlGpu], parameters: Parameters) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu], parameters: Parameters) -> GpuVerdict:
     busy = sum(_busy(gpu, parameters) for gpu in gpus)
     widths = [gpu.pcie.width for gpu in gpus]
     return GpuVerdict(
         message=f"{counted(gpus)}: {span(widths)} lanes, at most generation "
-        f"{span(gpu.pcie.generation_max for gpu in gpus)}; the generation in use judged on "
+        f"{span(gpu.pcie.generation_max for gpu in gpus)}; the generation in use is judged on "
         f"{busy}, the others are idle",
         value=min((width for width in widths if width is not None), default=None),
         unit="lanes",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     beyond,
@@ -29,13 +30,13 @@ class Parameters:
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU whose replays grow too fast; the count itself says nothing."""
+    """Return a finding for each GPU whose replays grow too fast; the total is not judged."""
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters.per_hour, context),
-        _well,
+        lambda gpu: _judge(gpu, parameters.per_hour, context),
+        _summary,
         ("nvmlDeviceGetPcieReplayCounter", "NVML_FI_DEV_PCIE_REPLAY"),
     )
 
@@ -46,9 +47,7 @@ def counters(facts: Gpus) -> Mapping[str, float]:
     return {name: float(count) for name, count in named if name and count is not None}
 
 
-def _one(
-    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext) -> GpuResult:
     name, count = counter_name(_NAME, gpu, _COUNTER), gpu.pcie.replays
     if count is None:
         return NotReported()
@@ -59,8 +58,8 @@ def _one(
     return beyond(limit, growth.per_hour, text, FailureClass.HOST_PCIE, unit="replays/h")
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    return GpuVerdict(message=f"few or no PCIe replays of late on {counted(gpus)}")
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    return GpuVerdict(message=f"few or no recent PCIe replays on {counted(gpus)}")
 
 
 CHECK = Check(

@@ -1,10 +1,18 @@
-"""May each GPU draw the power that its model is meant to draw?"""
+"""May each GPU draw the full power of its model?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    counted,
+    judge_each,
+    span,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -14,7 +22,7 @@ _NAME = "gpu_power"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``off_w``: how far the limit in force is from the expected one, in watts."""
+    """``off_w``: the difference of the limit in force from the expected one, in watts."""
 
     off_w: CheckLimit
 
@@ -22,22 +30,20 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose power limit is not the profile's or the board's default.
 
-    Below the profile's limit may fail; above it, or other than the default where there is no
-    profile, only warns: somebody may have set that on purpose.
+    Below the profile's limit may fail; above it, or other than the default without a profile, only
+    warns: an administrator may have set that on purpose.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters.off_w, context),
-        _well,
+        lambda gpu: _judge(gpu, parameters.off_w, context),
+        _summary,
         ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagement"),
     )
 
 
-def _one(
-    gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext
-) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext) -> GpuResult:
     power, profile = gpu.power, context.profile
     if power.limit_w is None:
         return NotReported()
@@ -47,14 +53,14 @@ def _one(
     elif power.default_limit_w is not None:
         expected_w, source = power.default_limit_w, "the board's default"
     else:
-        return NotReported("neither a profile nor the board says which power limit is right")
+        return NotReported("neither the profile nor the board has an expected power limit")
     status = limit.ceiling(abs(power.limit_w - expected_w))
     if status is Status.PASS:
         return ()
-    opinion = profile.power_limit_w is None or power.limit_w > expected_w
+    only_warns = profile.power_limit_w is None or power.limit_w > expected_w
     return [
         GpuVerdict(
-            status=Status.WARN if opinion else status,
+            status=Status.WARN if only_warns else status,
             message=f"its power limit is {power.limit_w:g} W, expected {expected_w:g} W",
             value=power.limit_w,
             unit="W",
@@ -65,7 +71,7 @@ def _one(
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     limits = [gpu.power.limit_w for gpu in gpus]
     drawn = [gpu.power.drawn_w for gpu in gpus]
     return GpuVerdict(

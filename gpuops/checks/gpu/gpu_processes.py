@@ -1,4 +1,4 @@
-"""Is a GPU that is handed out free: no process, no memory left behind?"""
+"""Is a GPU free that a job is about to get: no process, no memory left behind?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     counted,
@@ -27,7 +28,7 @@ class Parameters:
     """When a GPU is not free.
 
     ``idle``: this suite runs when the GPUs must be idle (prolog, epilog); elsewhere a process is
-    nobody's fault. ``used_bytes``, ``used_percent``: memory in use that no process owns.
+    not a fault. ``used_bytes``, ``used_percent``: memory in use that no process owns.
     ``ignore``: patterns of the names of processes that may stay.
     """
 
@@ -41,17 +42,17 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with left-over processes, or memory that no process owns.
 
-    It fails only where somebody named the GPUs that must be idle, and it is sure which those are
-    (`surely_selected`): others of this node may well be in another job's use, as may the other
-    parts of a GPU that is divided (MIG). A container may hide the processes that own the memory.
+    It fails only for GPUs that are surely not in use by another job (`surely_selected`): others of
+    this node may be, as may the other parts of a GPU that is divided (MIG). A container may hide
+    the processes that own the memory.
     """
     surely = parameters.idle and surely_selected(facts, context)
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters, surely=surely),
-        _well,
+        lambda gpu: _judge(gpu, parameters, surely=surely),
+        _summary,
         (
             "nvmlDeviceGetComputeRunningProcesses",
             "nvmlDeviceGetGraphicsRunningProcesses",
@@ -60,14 +61,13 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     )
 
 
-def _one(
-    gpu: NvmlGpu, parameters: Parameters, *, surely: bool
-) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters, *, surely: bool) -> GpuResult:
     if gpu.processes is None and gpu.memory is None:
         return NotReported()
     if gpu.modes.mig:
         return NotReported("MIG is on: each of its parts may be another job's")
-    left = [item for item in gpu.processes or () if not _ignored(item, parameters)]
+    names = [(item, (item.name or "").rpartition("/")[2]) for item in gpu.processes or ()]
+    left = [item for item, name in names if not is_named(name, parameters.ignore)]
     verdicts = _left(left, parameters.processes, surely=surely) if parameters.idle else []
     owned = bool(gpu.processes) or (gpu.processes is None and not parameters.idle)
     if gpu.memory is None or owned:
@@ -75,21 +75,16 @@ def _one(
     return [*verdicts, *_leaked(gpu.memory, parameters, surely=surely)]
 
 
-def _ignored(process: GpuProcess, parameters: Parameters) -> bool:
-    name = (process.name or "").rpartition("/")[2]
-    return is_named(name, parameters.ignore)
-
-
 def _left(left: Sequence[GpuProcess], limit: CheckLimit, *, surely: bool) -> list[GpuVerdict]:
     status = limit.ceiling(len(left))
     if status is Status.PASS:
         return []
-    words = [f"{item.pid} ({item.name or 'name not visible'})" for item in left[:_SHOWN]]
+    shown = [f"{item.pid} ({item.name or 'name not visible'})" for item in left[:_SHOWN]]
     more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     return [
         GpuVerdict(
             status=status if surely else Status.WARN,
-            message=f"processes are still on it: {', '.join(words)}{more}",
+            message=f"processes are still on it: {', '.join(shown)}{more}",
             value=len(left),
             unit="processes",
             threshold=limit.text("<", "processes"),
@@ -100,24 +95,23 @@ def _left(left: Sequence[GpuProcess], limit: CheckLimit, *, surely: bool) -> lis
 
 
 def _leaked(memory: GpuMemory, parameters: Parameters, *, surely: bool) -> list[GpuVerdict]:
-    # Without the driver's own part told apart, `used` holds hundreds of megabytes of it.
+    # Unless the driver's own part is reported separately, `used` includes hundreds of MB of it.
     if memory.reserved_bytes is None:
         return []
     percent = 100 * memory.used_bytes / memory.total_bytes if memory.total_bytes else 0.0
-    held = (
+    measured = (
         (parameters.used_percent, percent, round(percent, 1), "%"),
         (parameters.used_bytes, memory.used_bytes, memory.used_bytes, "bytes"),
     )
-    worst = max(held, key=lambda item: item[0].ceiling(item[1]))
-    limit, measured, shown, unit = worst
-    status = limit.ceiling(measured)
+    limit, value, shown, unit = max(measured, key=lambda item: item[0].ceiling(item[1]))
+    status = limit.ceiling(value)
     if status is Status.PASS:
         return []
     return [
         GpuVerdict(
             status=status if surely else Status.WARN,
             message=f"{format_bytes(memory.used_bytes)} of its memory in use, by no process that "
-            "is seen from here",
+            "is visible here",
             value=shown,
             unit=unit,
             threshold=limit.text("<", unit),
@@ -127,13 +121,13 @@ def _leaked(memory: GpuMemory, parameters: Parameters, *, surely: bool) -> list[
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
-    untold = sum(gpu.processes is None for gpu in gpus)
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+    unknown = sum(gpu.processes is None for gpu in gpus)
     count = sum(len(gpu.processes or ()) for gpu in gpus)
     used = max((gpu.memory.used_bytes for gpu in gpus if gpu.memory is not None), default=None)
     text = f"{count} processes on {counted(gpus)}"
     text += f", at most {format_bytes(used)} in use" if used is not None else ""
-    text += f"; {untold} do not tell their processes" if untold else ""
+    text += f"; {unknown} do not report their processes" if unknown else ""
     return GpuVerdict(message=text, value=count, unit="processes")
 
 

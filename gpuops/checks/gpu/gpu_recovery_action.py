@@ -1,9 +1,9 @@
-"""What the driver says must be done to a GPU before it can work on."""
+"""Which action does the driver request for a GPU before it can be used again?"""
 
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, NotReported, counted, judge_each
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
@@ -11,7 +11,7 @@ from gpuops.model import FailureClass, Finding, Status
 _NAME = "gpu_recovery_action"
 _NONE = 0
 
-# nvml.h, nvmlDeviceGpuRecoveryAction_t; Xid 154 tells of the same.
+# nvml.h, nvmlDeviceGpuRecoveryAction_t; Xid 154 reports the same.
 _ACTIONS = {
     1: ("reset this GPU", FailureClass.GPU_DRIVER),
     2: ("reboot the node", FailureClass.GPU_DRIVER),
@@ -24,20 +24,21 @@ _ACTIONS = {
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU that wants something done to it.
+    """Return a finding for each GPU for which the driver requests an action.
 
-    The driver itself decides: any action fails. One that this table does not know only warns, as
-    nobody can say what a newer driver means by it. A driver before R570 tells none, which is not
-    health.
+    Any action fails. One that this table does not list only warns, since its meaning in a newer
+    driver is unknown. A driver before R570 reports none, which does not mean that the GPU is well.
     """
-    return judge_each(_NAME, facts, context, _one, _well, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",))
+    return judge_each(
+        _NAME, facts, context, _judge, _summary, ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",)
+    )
 
 
-def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu) -> GpuResult:
     action = gpu.recovery_action
     if action is None:
         return NotReported(
-            "" if gpu.hung_call or gpu.error else "the driver tells no recovery action"
+            "" if gpu.hung_call or gpu.error else "the driver reports no recovery action"
         )
     if action == _NONE:
         return ()
@@ -47,7 +48,7 @@ def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
     return [
         GpuVerdict(
             status=Status.FAIL if action in _ACTIONS else Status.WARN,
-            message=f"the driver asks: {text}",
+            message=f"the driver requests: {text}",
             value=action,
             unit="recovery action",
             threshold="= 0 (none)",
@@ -56,9 +57,9 @@ def _one(gpu: NvmlGpu) -> Sequence[GpuVerdict] | NotReported:
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     return GpuVerdict(
-        message=f"the driver asks for nothing to be done to {counted(gpus)}",
+        message=f"the driver requests no action for {counted(gpus)}",
         value=_NONE,
         unit="recovery action",
         threshold="= 0 (none)",
@@ -67,7 +68,7 @@ def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
 
 CHECK = Check(
     name=_NAME,
-    about="the driver asks for no reset, reboot or drain of a GPU",
+    about="the driver requests no reset, reboot or drain of a GPU",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

@@ -7,6 +7,7 @@ from functools import partial
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     beyond,
@@ -24,7 +25,7 @@ _beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``pages`` retired in all; ``pending``: 1 where one waits for a reset."""
+    """``pages`` retired in total; ``pending``: 1 if one waits for a reset."""
 
     pages: CheckLimit
     pending: CheckLimit
@@ -36,13 +37,13 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters),
-        _well,
+        lambda gpu: _judge(gpu, parameters),
+        _summary,
         ("nvmlDeviceGetRetiredPages", "NVML_FI_DEV_RETIRED"),
     )
 
 
-def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     pages = gpu.retired
     if pages is None:
         return NotReported() if gpu.remapped is None else ()
@@ -57,7 +58,7 @@ def _total(pages: RetiredPages) -> int:
     return pages.single_bit + pages.double_bit
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     retired = [_total(gpu.retired) for gpu in gpus if gpu.retired is not None]
     if not retired:
         return GpuVerdict(message=f"{counted(gpus)} remap rows instead (see gpu_row_remap)")

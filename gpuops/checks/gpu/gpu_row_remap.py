@@ -1,11 +1,19 @@
-"""Has a GPU rows of memory to remap, or failed to remap one (Ampere and later)?"""
+"""Has a GPU memory rows to remap, or failed to remap one (Ampere and later)?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, beyond, counted, judge_each
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    beyond,
+    counted,
+    judge_each,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding
@@ -16,7 +24,7 @@ _beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``failed`` and ``pending``: 1 where the driver's flag is set. ``uncorrectable``: rows."""
+    """``failed`` and ``pending``: 1 if the driver's flag is set. ``uncorrectable``: rows."""
 
     failed: CheckLimit
     pending: CheckLimit
@@ -34,13 +42,13 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters),
-        _well,
+        lambda gpu: _judge(gpu, parameters),
+        _summary,
         ("nvmlDeviceGetRemappedRows",),
     )
 
 
-def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     rows = gpu.remapped
     if rows is None:
         return NotReported() if gpu.retired is None else ()
@@ -52,7 +60,7 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotRepo
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     remapped = [gpu.remapped for gpu in gpus if gpu.remapped is not None]
     if not remapped:
         return GpuVerdict(message=f"{counted(gpus)} retire pages instead (see gpu_retired_pages)")

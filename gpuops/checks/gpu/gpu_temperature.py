@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each, span
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuResult,
+    GpuVerdict,
+    NotReported,
+    counted,
+    judge_each,
+    span,
+)
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu, Temperatures
 from gpuops.model import FailureClass, Finding, Status
@@ -22,27 +30,27 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose core or memory is at its own limit or near it.
 
-    The core is held against where it slows down (where it shuts down, if that is not told), by
-    `nvmlDeviceGetTemperatureThreshold` or by the margins of newer devices
-    (`nvmlDeviceGetMarginTemperature`, NVML_FI_DEV_TEMPERATURE_*_TLIMIT); the memory against its
-    maximum. A limit of 0 °C is none: so a virtual GPU answers.
+    The core is compared with its slowdown temperature (else its shutdown
+    temperature), from `nvmlDeviceGetTemperatureThreshold` or from the margins of newer devices
+    (`nvmlDeviceGetMarginTemperature`, NVML_FI_DEV_TEMPERATURE_*_TLIMIT); the memory with its
+    maximum. A limit of 0 °C means none, as virtual GPUs report it.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters.margin_c),
-        _well,
+        lambda gpu: _judge(gpu, parameters.margin_c),
+        _summary,
         ("nvmlDeviceGetTemperature", "NVML_FI_DEV_TEMPERATURE"),
     )
 
 
-def _one(gpu: NvmlGpu, limit: CheckLimit) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, limit: CheckLimit) -> GpuResult:
     t = gpu.temperature
     margins = [*_core(t), *_memory(t)]
     if not margins:
         known = t.core_c is not None
-        return NotReported("the device states no limit of its own" if known else "")
+        return NotReported("the device reports no limit of its own" if known else "")
     return [
         GpuVerdict(
             status=limit.floor(margin_c),
@@ -59,7 +67,7 @@ def _one(gpu: NvmlGpu, limit: CheckLimit) -> Sequence[GpuVerdict] | NotReported:
 
 
 def _core(t: Temperatures) -> list[tuple[float, str]]:
-    """Return the smallest of the core's margins with its words; none where none is told."""
+    """Return the smallest margin of the core with its text, if one is known."""
     margins = []
     limit_c = t.slowdown_c or t.shutdown_c
     if t.core_c is not None and limit_c:
@@ -80,13 +88,12 @@ def _memory(t: Temperatures) -> list[tuple[float, str]]:
     return [(t.memory_max_c - t.memory_c, text)]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     core = [gpu.temperature.core_c for gpu in gpus]
     memory = [gpu.temperature.memory_c for gpu in gpus]
-    told = [value for value in core if value is not None]
     return GpuVerdict(
         message=f"{counted(gpus)}: core {span(core)} °C, memory {span(memory)} °C",
-        value=max(told, default=None),
+        value=max((value for value in core if value is not None), default=None),
         unit="°C",
     )
 

@@ -1,10 +1,10 @@
-"""Does something hold a GPU's clocks down that should not?"""
+"""Does heat or the power supply reduce a GPU's clocks?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, NotReported, counted, judge_each
+from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, NotReported, counted, judge_each
 from gpuops.errors import ConfigError
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
@@ -21,7 +21,7 @@ REASONS = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
-_WORDS = {
+_TEXTS = {
     "sw_power_cap": "its power limit",
     "hw_slowdown": "the hardware",
     "sync_boost": "a slower GPU of its group",
@@ -33,7 +33,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Which reasons, by the names in `REASONS`, fail or warn, and who says so."""
+    """Which reasons, by the names in `REASONS`, fail or warn, and the source."""
 
     fail: tuple[str, ...]
     warn: tuple[str, ...]
@@ -48,22 +48,22 @@ class Parameters:
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each GPU whose clocks are held down now, with the reasons.
+    """Return a finding for each GPU whose clocks are reduced now, with the reasons.
 
-    Heat and the power brake that the hardware reports halve the clocks or worse, by the driver's
-    own documentation (nvml.h). The summary bit `hw_slowdown` may also show a change of clocks.
+    Heat and the power brake reported by the hardware reduce the clocks to half or less (nvml.h).
+    The summary bit `hw_slowdown` may also show a change of clocks.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _one(gpu, parameters),
-        _well,
+        lambda gpu: _judge(gpu, parameters),
+        _summary,
         ("nvmlDeviceGetCurrentClocks",),
     )
 
 
-def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotReported:
+def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     mask = gpu.clocks.reasons
     if mask is None:
         return NotReported()
@@ -71,11 +71,11 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotRepo
     warning = [name for name in parameters.warn if mask & REASONS[name]]
     if not failing and not warning:
         return ()
-    words = ", ".join(_WORDS[name] for name in REASONS if name in {*failing, *warning})
+    reasons = ", ".join(_TEXTS[name] for name in REASONS if name in {*failing, *warning})
     return [
         GpuVerdict(
             status=Status.FAIL if failing else Status.WARN,
-            message=f"its clocks are held down by {words}",
+            message=f"its clocks are reduced by {reasons}",
             value=f"{mask:#x}",
             unit="clock reasons",
             threshold=f"without {', '.join((*parameters.fail, *parameters.warn))}",
@@ -85,7 +85,7 @@ def _one(gpu: NvmlGpu, parameters: Parameters) -> Sequence[GpuVerdict] | NotRepo
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     capped = sum(bool((gpu.clocks.reasons or 0) & REASONS["sw_power_cap"]) for gpu in gpus)
     return GpuVerdict(
         message=f"nothing slows {counted(gpus)} down"

@@ -1,10 +1,11 @@
-"""Do driver, library and VBIOS match each other, across GPUs, and the profile?"""
+"""Do driver, library and VBIOS match each other, the other GPUs and the profile?"""
 
 from collections.abc import Sequence
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.gpu.gpus import (
     PROBE,
+    GpuResult,
     GpuVerdict,
     NotReported,
     counted,
@@ -22,16 +23,16 @@ _NAME = "gpu_versions"
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each version that is not as profiled, or unlike the others here.
+    """Return a finding for each version that is not as profiled, or differs from the others here.
 
-    Other than the profile says fails; different among themselves only warns.
+    A difference from the profile fails; a difference among the GPUs only warns.
     """
     of_gpus = judge_each(
         _NAME,
         facts,
         context,
         lambda gpu: _vbios(gpu, facts, context),
-        lambda gpus: _well(gpus, facts.nvml),
+        lambda gpus: _summary(gpus, facts.nvml),
         ("nvmlDeviceGetVbiosVersion",),
     )
     if unanswered(_NAME, facts, context) is not None:
@@ -39,16 +40,16 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
     of_node = [*_driver(facts.nvml, context), *_library(facts.nvml), *_models(facts.nvml)]
     if of_node:
         of_gpus = [item for item in of_gpus if item.status is not Status.PASS]
-    return [*(finding(_NAME, context.node, said) for said in of_node), *of_gpus]
+    return [*(finding(_NAME, context.node, verdict) for verdict in of_node), *of_gpus]
 
 
 def _driver(nvml: NvmlSnapshot, context: JudgeContext) -> list[GpuVerdict]:
-    wanted = context.profile.driver
-    if wanted is None or nvml.driver in wanted.value:
+    profiled = context.profile.driver
+    if profiled is None or nvml.driver in profiled.value:
         return []
-    expected = " or ".join(wanted.value)
+    expected = " or ".join(profiled.value)
     if nvml.driver is None:
-        text = f"NVML does not tell the driver's version, {expected} is expected"
+        text = f"NVML does not report the driver's version, {expected} is expected"
         return [GpuVerdict(status=Status.SKIP, message=text)]
     return [
         GpuVerdict(
@@ -56,14 +57,14 @@ def _driver(nvml: NvmlSnapshot, context: JudgeContext) -> list[GpuVerdict]:
             message=f"the driver is {nvml.driver}, expected {expected}",
             value=nvml.driver,
             threshold=f"= {expected}",
-            source=f"profile {context.profile.name}: {wanted.source}",
+            source=f"profile {context.profile.name}: {profiled.source}",
             failure_class=FailureClass.GPU_CONFIG,
         )
     ]
 
 
 def _library(nvml: NvmlSnapshot) -> list[GpuVerdict]:
-    """NVML's version is the driver's, behind CUDA's major version: 12.580.65.06 for 580.65.06."""
+    """Compare NVML's version (12.580.65.06, after CUDA's major version) with the driver's."""
     library, driver = nvml.nvml_version, nvml.driver
     if library is None or driver is None or library == driver or library.endswith(f".{driver}"):
         return []
@@ -96,7 +97,7 @@ def _models(nvml: NvmlSnapshot) -> list[GpuVerdict]:
     ]
 
 
-def _vbios(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerdict] | NotReported:
+def _vbios(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
     if gpu.vbios is None:
         return NotReported()
     profile = context.profile
@@ -122,11 +123,11 @@ def _vbios(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> Sequence[GpuVerd
     ]
 
 
-def _well(gpus: Sequence[NvmlGpu], nvml: NvmlSnapshot) -> GpuVerdict:
+def _summary(gpus: Sequence[NvmlGpu], nvml: NvmlSnapshot) -> GpuVerdict:
     versions = sorted({gpu.vbios for gpu in gpus if gpu.vbios})
     return GpuVerdict(
-        message=f"{counted(gpus)}: driver {nvml.driver or 'not told'}, "
-        f"NVML {nvml.nvml_version or 'not told'}, VBIOS {', '.join(versions)}",
+        message=f"{counted(gpus)}: driver {nvml.driver or 'unknown'}, "
+        f"NVML {nvml.nvml_version or 'unknown'}, VBIOS {', '.join(versions)}",
         value=nvml.driver,
     )
 

@@ -1,7 +1,7 @@
-"""What the checks of GPUs share: the look, which GPUs are asked about, and who said nothing.
+"""What the checks of GPUs share: the probe, which GPUs to judge, and which could not be judged.
 
-A judge of one GPU returns what is wrong with it. `each_gpu` makes findings of that: one for each
-fault, one for all that are well, one for each reason why some could not be judged.
+A judge of one GPU returns what is wrong with it. `judge_each` makes findings of that: one for each
+fault, one for all healthy GPUs, one for each reason why some could not be judged.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ _SILENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuVerdict:
-    """What is said of one GPU, or of all that are well; the fields are those of `Finding`."""
+    """The result for one GPU, or for all healthy ones; the fields are those of `Finding`."""
 
     message: str
     status: Status = Status.PASS
@@ -50,12 +50,12 @@ class GpuVerdict:
 
 @dataclass(frozen=True, slots=True)
 class NotReported:
-    """A GPU could not be judged: why; "" where it gave no answer and `each_gpu` finds out why."""
+    """A GPU could not be judged: why; "" if it gave no answer and `judge_each` finds the reason."""
 
     why: str = ""
 
 
-Judge = Callable[[NvmlGpu], Sequence[GpuVerdict] | NotReported]
+GpuResult = Sequence[GpuVerdict] | NotReported
 _Reason = tuple[str, UnknownReason | None]
 
 
@@ -63,47 +63,53 @@ def judge_each(
     check: str,
     facts: Gpus,
     context: JudgeContext,
-    one: Judge,
-    well: Callable[[Sequence[NvmlGpu]], GpuVerdict],
+    judge_one: Callable[[NvmlGpu], GpuResult],
+    summarize: Callable[[Sequence[NvmlGpu]], GpuVerdict],
     calls: tuple[str, ...] = (),
 ) -> list[Finding]:
-    """Return the findings of *check* about the GPUs that *context* asks about.
+    """Return the findings of *check* about the GPUs that *context* selects.
 
     Args:
         check: Its name.
         facts: Of all GPUs.
         context: See `JudgeContext`.
-        one: Says what is wrong with one GPU.
-        well: Says what is said of those with which nothing is; not asked where there are none.
-        calls: Names of the NVML calls and fields (their beginnings) that tell what *one* judges.
+        judge_one: Returns what is wrong with one GPU.
+        summarize: Returns the result for the healthy GPUs; called only if there are any.
+        calls: The NVML calls and fields (their prefixes) that *judge_one* depends on.
     """
     silent = unanswered(check, facts, context)
     if silent is not None:
         return [silent]
-    findings, fine, untold = [], [], dict[_Reason, list[NvmlGpu]]()
+    findings, healthy, not_judged = [], [], dict[_Reason, list[NvmlGpu]]()
     for gpu in selected(facts, context):
-        said = one(gpu)
-        if isinstance(said, NotReported):
-            untold.setdefault(_reason(gpu, said, calls), []).append(gpu)
-        elif said:
-            findings += [finding(check, entity_of(gpu, context.node), item, gpu) for item in said]
+        result = judge_one(gpu)
+        if isinstance(result, NotReported):
+            not_judged.setdefault(_reason(gpu, result, calls), []).append(gpu)
+        elif result:
+            entity = entity_of(gpu, context.node)
+            findings += [finding(check, entity, verdict, gpu) for verdict in result]
         else:
-            fine.append(gpu)
-    if fine and not findings:
-        findings.append(finding(check, context.node, well(fine)))
-    everywhere = not fine and not findings and len(untold) == 1
-    for reason, gpus in untold.items():
-        who = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
-        findings.append(_not_judged(check, context.node, reason, who))
+            healthy.append(gpu)
+    if healthy and not findings:
+        findings.append(finding(check, context.node, summarize(healthy)))
+    everywhere = not healthy and not findings and len(not_judged) == 1
+    for (why, unknown), gpus in not_judged.items():
+        which = "any GPU" if everywhere and len(gpus) > 1 else listed(gpus)
+        verdict = GpuVerdict(
+            status=Status.SKIP if unknown is None else Status.UNKNOWN,
+            message=f"not judged on {which}: {why}",
+            unknown_reason=unknown,
+        )
+        findings.append(finding(check, context.node, verdict))
     return findings + not_found(check, facts, context)
 
 
 def beyond(
     limit: CheckLimit, value: float, message: str, failure_class: FailureClass, unit: str = ""
 ) -> list[GpuVerdict]:
-    """Return a verdict where *value* is at *limit* or above it, and nothing where it is below.
+    """Return a verdict if *value* is at *limit* or above, else nothing.
 
-    Without a *unit* the value is a flag of the driver's: 1 where it is set.
+    Without a *unit* the value is a flag of the driver's: 1 if it is set.
     """
     status = limit.ceiling(value)
     if status is Status.PASS:
@@ -122,14 +128,14 @@ def beyond(
 
 
 def unanswered(check: str, facts: Gpus, context: JudgeContext) -> Finding | None:
-    """Return what *check* says where NVML told of no GPU; None where there is something to judge.
+    """Return the finding of *check* if NVML reported no GPU; None if there is something to judge.
 
     `gpu_driver` judges NVML itself.
     """
     nvml = facts.nvml
     if nvml.status is NvmlStatus.OK:
         if context.gpus is not None and not context.gpus:
-            return finding(check, context.node, _skip("no GPU is asked about"))
+            return finding(check, context.node, _skip("no GPU is selected"))
         return None if nvml.gpus else finding(check, context.node, _skip("NVML lists no GPU"))
     if nvml.status is NvmlStatus.ABSENT and not facts.pci:
         return finding(check, context.node, _skip("no GPU, and no NVIDIA driver library"))
@@ -146,42 +152,42 @@ def unanswered(check: str, facts: Gpus, context: JudgeContext) -> Finding | None
 
 
 def selected(facts: Gpus, context: JudgeContext) -> tuple[NvmlGpu, ...]:
-    """Return the GPUs that *context* asks about, in NVML's order.
+    """Return the GPUs that *context* selects, in NVML's order.
 
-    A number of Slurm's (``slurm:3``, see `gpuops.slurm.env`) is a place in a list of device
+    A number of Slurm's (``slurm:3``, see `gpuops.slurm.env`) is an index into a list of device
     files or of PCI addresses: the GPUs of that minor number and of that index are returned, of that
-    index alone where NVML tells no minor number. Where a GPU is divided (MIG) such numbers count
+    index alone if NVML reports no minor number. If a GPU is divided (MIG), such numbers count
     its parts: all GPUs are returned.
     """
     if context.gpus is None or _counts_parts(facts, context.gpus):
         return facts.nvml.gpus
-    asked = _asked(context.gpus)
-    return tuple(gpu for gpu in facts.nvml.gpus if _names(gpu) & asked)
+    names = _spellings(context.gpus)
+    return tuple(gpu for gpu in facts.nvml.gpus if _names(gpu) & names)
 
 
 def surely_selected(facts: Gpus, context: JudgeContext) -> bool:
-    """Say whether somebody named the GPUs, and none of those `selected` may be another job's.
+    """Return whether the GPUs are selected and surely none of them is another job's.
 
-    So it is where the numbers of Slurm name the same GPUs as indices and as minor numbers.
+    That holds if the numbers of Slurm select the same GPUs as indices and as minor numbers.
     """
     if context.gpus is None or _counts_parts(facts, context.gpus):
         return False
-    gpus, asked = facts.nvml.gpus, _asked(context.gpus)
-    by_index = {gpu.index for gpu in gpus if f"{NUMBERED}{gpu.index}" in asked}
-    by_minor = {gpu.index for gpu in gpus if f"{NUMBERED}{_minor(gpu)}" in asked}
+    gpus, names = facts.nvml.gpus, _spellings(context.gpus)
+    by_index = {gpu.index for gpu in gpus if f"{NUMBERED}{gpu.index}" in names}
+    by_minor = {gpu.index for gpu in gpus if f"{NUMBERED}{_minor(gpu)}" in names}
     return by_index == by_minor
 
 
 def not_found(check: str, facts: Gpus, context: JudgeContext) -> list[Finding]:
-    """Return one warning about the GPUs that *context* asks about and NVML does not list."""
-    asked = context.gpus or frozenset()
-    if _counts_parts(facts, asked):
-        asked = frozenset(_without_numbers(asked))
+    """Return one warning about the GPUs that *context* selects and NVML does not list."""
+    names = context.gpus or frozenset()
+    if _counts_parts(facts, names):
+        names = frozenset(_without_numbers(names))
     known = {name for gpu in facts.nvml.gpus for name in _names(gpu)}
-    missing = sorted(name for name in asked if not known & _asked([name]))
+    missing = sorted(name for name in names if not known & _spellings([name]))
     if not missing:
         return []
-    text = f"asked about {', '.join(missing)}, which NVML does not list"
+    text = f"selected {', '.join(missing)}, which NVML does not list"
     verdict = GpuVerdict(
         status=Status.WARN,
         message=text,
@@ -194,34 +200,34 @@ def not_found(check: str, facts: Gpus, context: JudgeContext) -> list[Finding]:
 
 
 def entity_of(gpu: NvmlGpu, node: Entity) -> Entity:
-    """Return the GPU by its UUID, else by its PCI address, else the node that it is in."""
+    """Return the GPU by its UUID, else by its PCI address, else its node."""
     if gpu.uuid:
         return Entity(EntityKind.GPU, gpu.uuid)
     return Entity(EntityKind.GPU, f"PCI:{gpu.address}") if gpu.address else node
 
 
 def counter_name(check: str, gpu: NvmlGpu, counter: str) -> str | None:
-    """Return the name of a GPU's counter; None for a GPU that cannot be told from others."""
+    """Return the name of a GPU's counter; None if the GPU cannot be identified."""
     name = gpu.uuid or (gpu.address and f"PCI:{gpu.address}")
     return f"{check}:{name}:{counter}" if name else None
 
 
 def peers_of(gpu: NvmlGpu, facts: Gpus) -> list[NvmlGpu]:
-    """Return all GPUs of the model of *gpu*, itself too."""
+    """Return all GPUs of the model of *gpu*, including itself."""
     return [other for other in facts.nvml.gpus if other.name == gpu.name]
 
 
 def majority(values: Iterable[V | None]) -> V | None:
-    """Return what more than half of those say that say something; None where there is none."""
-    told = [value for value in values if value is not None]
-    for value, count in Counter(told).most_common(1):
-        if 2 * count > len(told):
+    """Return the value of more than half of those that are known; None if there is none."""
+    known = [value for value in values if value is not None]
+    for value, count in Counter(known).most_common(1):
+        if 2 * count > len(known):
             return value
     return None
 
 
 def alone(facts: Gpus) -> bool:
-    """Return whether this machine has a single GPU, which has nobody to link to."""
+    """Return whether this machine has a single GPU, which has no peer to link to."""
     return max(len(facts.pci), len(facts.nvml.gpus)) < 2
 
 
@@ -237,27 +243,27 @@ def counted(gpus: Sequence[NvmlGpu]) -> str:
 
 
 def span(values: Iterable[float | None]) -> str:
-    """Return ``"31 to 40"``, ``"31"`` where all are equal, ``"?"`` where none is told."""
-    told = [value for value in values if value is not None]
-    if not told:
+    """Return ``"31 to 40"``, ``"31"`` if all are equal, ``"?"`` if none is known."""
+    known = [value for value in values if value is not None]
+    if not known:
         return "?"
-    low, high = min(told), max(told)
+    low, high = min(known), max(known)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def finding(check: str, entity: Entity, said: GpuVerdict, gpu: NvmlGpu | None = None) -> Finding:
-    """Return *said* as a finding about *entity*; *gpu* is named in it."""
+def finding(check: str, entity: Entity, verdict: GpuVerdict, gpu: NvmlGpu | None = None) -> Finding:
+    """Return *verdict* as a finding about *entity*; the message names *gpu*."""
     return Finding(
         check=check,
         entity=entity,
-        status=said.status,
-        value=said.value,
-        unit=said.unit,
-        threshold=said.threshold,
-        source=said.source,
-        message=said.message if gpu is None else f"GPU {gpu.index}: {said.message}",
-        failure_class=said.failure_class,
-        unknown_reason=said.unknown_reason,
+        status=verdict.status,
+        value=verdict.value,
+        unit=verdict.unit,
+        threshold=verdict.threshold,
+        source=verdict.source,
+        message=verdict.message if gpu is None else f"GPU {gpu.index}: {verdict.message}",
+        failure_class=verdict.failure_class,
+        unknown_reason=verdict.unknown_reason,
     )
 
 
@@ -283,13 +289,13 @@ def _names(gpu: NvmlGpu) -> set[str]:
     return names | {name.lower() for name in (gpu.uuid, gpu.address) if name}
 
 
-def _asked(names: Iterable[str]) -> set[str]:
+def _spellings(names: Iterable[str]) -> set[str]:
     return {spelt for name in names for spelt in (name.strip().lower(), sysfs_address(name))}
 
 
-def _reason(gpu: NvmlGpu, said: NotReported, calls: tuple[str, ...]) -> _Reason:
-    if said.why:
-        return said.why, None
+def _reason(gpu: NvmlGpu, result: NotReported, calls: tuple[str, ...]) -> _Reason:
+    if result.why:
+        return result.why, None
     if gpu.hung_call:
         return f"no answer in {gpu.hung_call}", UnknownReason.TIMEOUT
     if gpu.error:
@@ -303,13 +309,3 @@ def _reason(gpu: NvmlGpu, said: NotReported, calls: tuple[str, ...]) -> _Reason:
     if any(call.startswith(calls) for call in gpu.unsupported):
         return "not supported by the GPU or its driver", None
     return "no answer", None
-
-
-def _not_judged(check: str, node: Entity, reason: _Reason, who: str) -> Finding:
-    why, unknown = reason
-    verdict = GpuVerdict(
-        status=Status.SKIP if unknown is None else Status.UNKNOWN,
-        message=f"not judged on {who}: {why}",
-        unknown_reason=unknown,
-    )
-    return finding(check, node, verdict)

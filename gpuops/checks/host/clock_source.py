@@ -1,4 +1,4 @@
-"""Which clock does the kernel read time from? A slow one taxes every time stamp."""
+"""Which clock source does the kernel use? A slow one makes every time stamp expensive."""
 
 from gpuops.checks.core.check import (
     Check,
@@ -18,15 +18,15 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
 
     The kernel leaves ``tsc`` for ``hpet`` or ``acpi_pm`` when it finds the processor's counter
     unstable (Documentation/virt/kvm/x86/timekeeping of Linux); virtual machines have sources of
-    their own, so that a difference is a sign and no verdict.
+    their own, so that a difference only warns.
     """
     subject = Subject(
         check="clock_source", entity=context.node, failure_class=FailureClass.HOST_CONFIG
     )
     if facts.clock_source is None:
-        return [skipped(subject, "the kernel does not tell its clock source")]
+        return [skipped(subject, "the kernel does not report its clock source")]
     others = ", ".join(facts.clock_sources)
-    text = f"clock source {facts.clock_source}" + (f" (there is: {others})" if others else "")
+    text = f"clock source {facts.clock_source}" + (f" (available: {others})" if others else "")
     return [
         one_of(subject, facts.clock_source, context.profile.clock_source, text, bad=Status.WARN)
     ]
@@ -34,7 +34,7 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
 
 CHECK = Check(
     name="clock_source",
-    about="the kernel's clock source is the one that the profile names",
+    about="the kernel's clock source is the profile's",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

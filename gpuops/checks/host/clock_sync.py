@@ -1,8 +1,8 @@
-"""Is the clock synchronised? Timestamps across nodes and munge credentials lean on it."""
+"""Is the clock synchronised? Timestamps across nodes and munge credentials depend on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
 from gpuops.host.clock_state import KernelClockState, read_clock_state
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds
@@ -16,41 +16,25 @@ class Parameters:
 
 
 def judge(facts: KernelClockState, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding; the kernel's own verdict comes first, and warns only."""
-    limit = parameters.error_max_s
+    """Return one finding; the kernel's unsynchronised flag comes first, and only warns."""
+    subject = Subject(
+        check="clock_sync", entity=context.node, failure_class=FailureClass.HOST_CLOCK
+    )
     if not facts.synchronised:
-        return [
-            Finding(
-                check="clock_sync",
-                entity=context.node,
-                status=Status.WARN,
-                value="unsynchronised",
-                threshold="synchronised",
-                source="kernel STA_UNSYNC",
-                message="nothing disciplines this clock: see chronyd, ntpd or timesyncd",
-                failure_class=FailureClass.HOST_CLOCK,
-            )
-        ]
-    status = limit.ceiling(facts.error_max_s)
-    return [
-        Finding(
-            check="clock_sync",
-            entity=context.node,
-            status=status,
-            value=round(facts.error_max_s, 6),
-            unit="s",
-            threshold=limit.text("<", "s"),
-            source=limit.source,
-            message=f"synchronised to within {format_seconds(facts.error_max_s)}, "
-            f"{facts.offset_s * 1000:+.3f} ms to correct",
-            failure_class=None if status is Status.PASS else FailureClass.HOST_CLOCK,
-        )
-    ]
+        text = "nothing synchronises this clock: see chronyd, ntpd or timesyncd"
+        source = "kernel STA_UNSYNC"
+        return [subject.compared(Status.WARN, "unsynchronised", "synchronised", source, text)]
+    text = (
+        f"synchronised to within {format_seconds(facts.error_max_s)}, "
+        f"{facts.offset_s * 1000:+.3f} ms to correct"
+    )
+    limit, error_s = parameters.error_max_s, facts.error_max_s
+    return [replace(subject, unit="s").below(limit, error_s, text, digits=6, unit="s")]
 
 
 CHECK = Check(
     name="clock_sync",
-    about="clock synchronised, by the kernel's own account",
+    about="the clock is synchronised, as the kernel reports it",
     probe=Probe(
         "clock",
         KernelClockState,

@@ -1,4 +1,4 @@
-"""Does the container runtime answer, where the operator configured one?"""
+"""Does the container runtime respond, if the operator configured one?"""
 
 import json
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from gpuops.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``command``: a program and its words that end with 0 where all is well; none: not checked."""
+    """``command``: a program and its arguments that exits 0 if all is well; none: not checked."""
 
     command: tuple[str, ...] = ()
     source: str = "suite"
 
 
 def judge(facts: RuntimeAnswer, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding: another exit code than 0 fails, a missing program is unknown."""
+    """Return one finding: an exit code other than 0 fails, a missing program is unknown."""
     subject = Subject(
         check="container_runtime", entity=context.node, failure_class=FailureClass.HOST_SERVICE
     )
@@ -39,7 +39,7 @@ def judge(facts: RuntimeAnswer, parameters: Parameters, context: JudgeContext) -
     if facts.exit_code is None:
         return [_unknown(context, f"{line}: {facts.ending}", UnknownReason.TIMEOUT)]
     good = facts.exit_code == 0
-    said = f": {facts.said}" if facts.said else ""
+    output = f": {facts.said}" if facts.said else ""
     return [
         Finding(
             check="container_runtime",
@@ -51,7 +51,7 @@ def judge(facts: RuntimeAnswer, parameters: Parameters, context: JudgeContext) -
             source=parameters.source,
             message=f"{line} answered in {format_seconds(facts.elapsed_s)}"
             if good
-            else f"{line} {facts.ending}{said}",
+            else f"{line} {facts.ending}{output}",
             failure_class=None if good else FailureClass.HOST_SERVICE,
         )
     ]
@@ -68,7 +68,7 @@ def _unknown(context: JudgeContext, message: str, reason: UnknownReason) -> Find
 
 
 def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
-    """Return the command as one text: what is asked is a set, and a command repeats its words."""
+    """Return the command as one text: duplicate inputs are removed, and arguments may repeat."""
     return (json.dumps(parameters.command),) if parameters.command else ()
 
 
@@ -79,7 +79,7 @@ def _read(machine: ProbeContext, budget_s: float) -> RuntimeAnswer:
 
 CHECK = Check(
     name="container_runtime",
-    about="the container runtime answers the operator's command",
+    about="the operator's command for the container runtime succeeds",
     probe=Probe("container_runtime", RuntimeAnswer, _read, sources=("the command of the suite",)),
     parameters=Parameters,
     judge=judge,

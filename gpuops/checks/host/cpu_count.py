@@ -1,4 +1,4 @@
-"""Are all processors there and online?"""
+"""Are all processors present and online?"""
 
 from gpuops.checks.core.check import (
     Check,
@@ -26,7 +26,7 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
         check="cpu_count", entity=context.node, failure_class=FailureClass.HOST_CONFIG, unit="CPUs"
     )
     if facts.online is None:
-        return [skipped(subject, "the kernel does not tell which CPUs are online")]
+        return [skipped(subject, "the kernel does not report which CPUs are online")]
     text = f"{facts.online} CPUs online"
     if facts.present is not None and facts.present > facts.online:
         text += f", {facts.present - facts.online} more are present and offline"

@@ -1,4 +1,4 @@
-"""Which frequency governor do the processors run under?"""
+"""Which frequency governor do the processors use?"""
 
 from gpuops.checks.core.check import (
     Check,
@@ -16,7 +16,7 @@ from gpuops.model import FailureClass, Finding, Status
 def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each governor in use; one that the profile does not name warns.
 
-    It never fails: the node computes what it should, more slowly.
+    It never fails: the node is only slower.
     """
     subject = Subject(
         check="cpu_governor", entity=context.node, failure_class=FailureClass.HOST_CONFIG
@@ -37,7 +37,7 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
 
 CHECK = Check(
     name="cpu_governor",
-    about="the CPUs' frequency governor is the one that the profile names",
+    about="the CPUs' frequency governor is the profile's",
     probe=PROBE,
     parameters=NoParameters,
     judge=judge,

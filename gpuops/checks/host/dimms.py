@@ -1,6 +1,7 @@
-"""Are all memory modules there, and of the right size, by the firmware's account?"""
+"""Are all memory modules present and of the right size, as the firmware reports it?"""
 
 from collections import Counter
+from dataclasses import replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -34,9 +35,7 @@ def judge(facts: Dimms, _parameters: NoParameters, context: JudgeContext) -> lis
     text = f"{kinds} in {len(facts.slots)} slots"
     findings = [exactly(subject, len(fitted), context.profile.dimm_count, text)]
     if context.profile.dimm_bytes is not None:
-        each = Subject(
-            check="dimms", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
-        )
+        each = replace(subject, unit="GB")
         sized = (
             at_least(
                 each,
@@ -52,7 +51,7 @@ def judge(facts: Dimms, _parameters: NoParameters, context: JudgeContext) -> lis
 
 CHECK = Check(
     name="dimms",
-    about="number and size of the memory modules, as the firmware tells them to root",
+    about="number and size of the memory modules, as the firmware reports them to root",
     probe=Probe(
         "dimms",
         Dimms,

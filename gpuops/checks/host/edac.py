@@ -1,7 +1,7 @@
-"""Does the host's memory have errors, by the kernel's count?"""
+"""Does the kernel count errors of the host's memory?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -20,7 +20,7 @@ from gpuops.units import format_seconds
 class Parameters:
     """``uncorrected`` errors since boot; ``corrected_per_day``, of one memory controller.
 
-    After an acknowledged repair without a reboot only uncorrected errors that are new count.
+    After an acknowledged repair without a reboot, only new uncorrected errors count.
     """
 
     uncorrected: CheckLimit
@@ -34,24 +34,20 @@ def judge(facts: Edac, parameters: Parameters, context: JudgeContext) -> list[Fi
         return [skipped(subject, "no memory controller reports (no EDAC driver)")]
     findings = []
     for controller in facts.controllers:
-        findings += _uncorrected(controller, parameters.uncorrected, context)
-        findings += _corrected(controller, parameters.corrected_per_day, context)
-    if findings:
-        return findings
+        findings += [
+            _uncorrected(controller, parameters.uncorrected, subject, context),
+            _corrected(controller, parameters.corrected_per_day, subject, context),
+        ]
+    found = [item for item in findings if item is not None and item.status is not Status.PASS]
+    if found:
+        return found
     corrected = sum(controller.corrected for controller in facts.controllers)
-    return [
-        Finding(
-            check="edac",
-            entity=context.node,
-            status=Status.PASS,
-            value=corrected,
-            unit="errors",
-            threshold=parameters.corrected_per_day.text("<", "per day"),
-            source=parameters.corrected_per_day.source,
-            message=f"{len(facts.controllers)} memory controllers, {corrected} corrected errors"
-            " since boot, few of them new",
-        )
-    ]
+    limit = parameters.corrected_per_day
+    text = f"{len(facts.controllers)} memory controllers, {corrected} corrected errors"
+    text += " since boot, few of them new"
+    threshold = limit.text("<", "per day")
+    about = replace(subject, unit="errors")
+    return [about.compared(Status.PASS, corrected, threshold, limit.source, text)]
 
 
 def _name(controller: MemoryController, kind: str) -> str:
@@ -59,28 +55,14 @@ def _name(controller: MemoryController, kind: str) -> str:
 
 
 def _uncorrected(
-    controller: MemoryController, limit: CheckLimit, context: JudgeContext
-) -> list[Finding]:
+    controller: MemoryController, limit: CheckLimit, subject: Subject, context: JudgeContext
+) -> Finding:
     count: float = controller.uncorrected
     if _repaired(context):
         growth = context.counters.since(_name(controller, "uncorrected"), count)
         count = 0 if growth is None else growth.grown
-    status = limit.ceiling(count)
-    if status is Status.PASS:
-        return []
-    return [
-        Finding(
-            check="edac",
-            entity=context.node,
-            status=status,
-            value=count,
-            unit="errors",
-            threshold=limit.text("<"),
-            source=limit.source,
-            message=f"{controller.name}: {count:g} uncorrected memory errors{_where(controller)}",
-            failure_class=FailureClass.HOST_DIMM,
-        )
-    ]
+    text = f"{controller.name}: {count:g} uncorrected memory errors{_where(controller)}"
+    return replace(subject, unit="errors").below(limit, count, text)
 
 
 def _repaired(context: JudgeContext) -> bool:
@@ -91,26 +73,17 @@ def _repaired(context: JudgeContext) -> bool:
 
 
 def _corrected(
-    controller: MemoryController, limit: CheckLimit, context: JudgeContext
-) -> list[Finding]:
+    controller: MemoryController, limit: CheckLimit, subject: Subject, context: JudgeContext
+) -> Finding | None:
     growth = context.counters.since(_name(controller, "corrected"), controller.corrected)
-    status = Status.PASS if growth is None else limit.ceiling(growth.per_day)
-    if growth is None or status is Status.PASS:
-        return []
-    return [
-        Finding(
-            check="edac",
-            entity=context.node,
-            status=status,
-            value=round(growth.per_day, 1),
-            unit="per day",
-            threshold=limit.text("<", "per day"),
-            source=limit.source,
-            message=f"{controller.name}: {growth.grown:g} corrected memory errors"
-            f" in {format_seconds(growth.elapsed_s)}{_where(controller)}",
-            failure_class=FailureClass.HOST_DIMM,
-        )
-    ]
+    if growth is None:
+        return None
+    text = (
+        f"{controller.name}: {growth.grown:g} corrected memory errors"
+        f" in {format_seconds(growth.elapsed_s)}{_where(controller)}"
+    )
+    about = replace(subject, unit="per day")
+    return about.below(limit, growth.per_day, text, digits=1, unit="per day")
 
 
 def _where(controller: MemoryController) -> str:

@@ -1,6 +1,6 @@
-"""What has the kernel complained about since boot? Rules are data, in ``checks/rules/*.toml``.
+"""Which known faults did the kernel log since boot? Rules are data, in ``checks/rules/*.toml``.
 
-Xids and SXids are judged by `gpu_xid` and `nvswitch_sxid`, which know more than one line.
+`gpu_xid` and `nvswitch_sxid` judge Xids and SXids.
 """
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
@@ -17,9 +17,9 @@ from gpuops.units import format_seconds
 
 
 def judge(facts: KernelFacts, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each rule and subject that was hit, the worst first, else one pass.
+    """Return a finding for each rule and subject with hits, the worst first, else one pass.
 
-    What was last hit before an acknowledged repair of the node is left out.
+    Hits before an acknowledged repair of the node do not count.
     """
     cut_us = repaired_us(context)
     hits = [hits for hits in facts.log.hits if cut_us is None or hits.last_us > cut_us]
@@ -47,7 +47,7 @@ def _finding(hits: RuleHits, node: Entity) -> Finding:
     if hits.count > 1:
         when = f"{hits.count} times, first {when}, last {format_seconds(hits.last_us / 1e6)}"
     if hits.faded:
-        when += ", too long ago to judge what is now"
+        when += ", too long ago to count as a present fault"
     about = f" on {hits.subject}" if hits.subject else ""
     return Finding(
         check="kernel_log",

@@ -1,4 +1,4 @@
-"""Are the kernel modules there that the profile names?"""
+"""Are the kernel modules of the profile loaded?"""
 
 from gpuops.checks.core.check import (
     Check,
@@ -20,7 +20,7 @@ def judge(facts: Modules, _parameters: NoParameters, context: JudgeContext) -> l
     )
     expected = context.profile.kernel_modules
     if expected is None or not expected.value:
-        return [skipped(subject, "no profile names a kernel module")]
+        return [skipped(subject, "the profile names no kernel module")]
     absent = [name for name in facts.absent if name in expected.value]
     if absent:
         return [_finding(context, Status.FAIL, name, f"{name} is not loaded") for name in absent]
@@ -48,7 +48,7 @@ def inputs(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:
 
 CHECK = Check(
     name="kernel_modules",
-    about="the kernel modules that the profile names are loaded",
+    about="the kernel modules of the profile are loaded",
     probe=Probe(
         "kernel_modules",
         Modules,

@@ -1,4 +1,4 @@
-"""Has the kernel marked itself as no longer to be trusted?"""
+"""Has the kernel marked itself as tainted?"""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Bits of the mask that warn and that fail; ``source`` says who holds them against a node."""
+    """Bits of the mask that warn and that fail, and the source of that choice."""
 
     source: str
     warn_bits: tuple[int, ...] = ()
@@ -41,14 +41,14 @@ class Parameters:
 
 
 def judge(facts: Taint, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding; bits that the suite does not name are told and pass."""
+    """Return one finding; bits that the suite does not name are reported and pass."""
     bits = [bit for bit in range(facts.mask.bit_length()) if facts.mask >> bit & 1]
     status = Status.PASS
     if any(bit in parameters.fail_bits for bit in bits):
         status = Status.FAIL
     elif any(bit in parameters.warn_bits for bit in bits):
         status = Status.WARN
-    held = sorted({*parameters.warn_bits, *parameters.fail_bits})
+    judged = sorted({*parameters.warn_bits, *parameters.fail_bits})
     named = ", ".join(MEANINGS.get(bit, f"bit {bit}") for bit in bits)
     return [
         Finding(
@@ -57,7 +57,7 @@ def judge(facts: Taint, parameters: Parameters, context: JudgeContext) -> list[F
             status=status,
             value=facts.mask,
             unit="mask",
-            threshold=f"none of bits {', '.join(map(str, held))}",
+            threshold=f"none of bits {', '.join(map(str, judged))}",
             source=parameters.source,
             message=f"tainted: {named}" if bits else "not tainted",
             failure_class=None if status is Status.PASS else FailureClass.KERNEL_FAULT,

@@ -1,8 +1,8 @@
-"""Is something else running here, or stuck inside the kernel?"""
+"""Is the load high, or is a process stuck inside the kernel?"""
 
 from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
 from gpuops.host.process.run_with_deadline import is_probe
 from gpuops.host.procfs import Load, read_load
 from gpuops.model import Entity, FailureClass, Finding, Status
@@ -19,7 +19,7 @@ class Parameters:
 
 
 def without_probes(load: Load) -> Load:
-    """Return *load* without our own hung children: the checks that asked report them."""
+    """Return *load* without our own hung children: their checks report them."""
     return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
 
 
@@ -32,38 +32,24 @@ def judge(facts: Load, parameters: Parameters, context: JudgeContext) -> list[Fi
 
 
 def _load(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
-    per_cpu = facts.load1 / facts.cpus
-    status = limit.ceiling(per_cpu)
-    return Finding(
-        check="load",
-        entity=node,
-        status=status,
-        value=round(per_cpu, 2),
-        unit="per CPU",
-        threshold=limit.text("<"),
-        source=limit.source,
-        message=f"load {facts.load1:g}, {facts.load5:g}, {facts.load15:g} on {facts.cpus} CPUs",
-        # A high load is a symptom of what runs here; which failure it is, it does not say.
-        failure_class=FailureClass.UNRESOLVED if status is Status.FAIL else None,
+    text = f"load {facts.load1:g}, {facts.load5:g}, {facts.load15:g} on {facts.cpus} CPUs"
+    # A high load is a symptom of an unknown failure.
+    subject = Subject(
+        check="load", entity=node, failure_class=FailureClass.UNRESOLVED, unit="per CPU"
     )
+    found = subject.below(limit, facts.load1 / facts.cpus, text, digits=2)
+    return found if found.status is Status.FAIL else replace(found, failure_class=None)
 
 
 def _blocked(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
     count = len(facts.blocked)
-    status = limit.ceiling(count)
     named = ", ".join(f"{item.name} ({item.pid})" for item in facts.blocked[:_NAMED_MAX])
     more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
-    return Finding(
-        check="load",
-        entity=node,
-        status=status,
-        value=count,
-        unit="processes",
-        threshold=limit.text("<"),
-        source=limit.source,
-        message=f"stuck inside the kernel: {named}{more}" if count else "none stuck in state D",
-        failure_class=None if status is Status.PASS else FailureClass.HUNG_TASK,
+    text = f"stuck inside the kernel: {named}{more}" if count else "none stuck in state D"
+    subject = Subject(
+        check="load", entity=node, failure_class=FailureClass.HUNG_TASK, unit="processes"
     )
+    return subject.below(limit, count, text)
 
 
 CHECK = Check(

@@ -17,7 +17,7 @@ PROBE = Probe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``available_percent`` of all memory, that a program could have without swapping."""
+    """``available_percent`` of all memory that programs can get without swapping."""
 
     available_percent: CheckLimit
 

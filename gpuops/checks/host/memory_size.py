@@ -1,4 +1,4 @@
-"""Does the kernel have all the memory that this machine was bought with?"""
+"""Does the kernel have all the memory of this machine?"""
 
 from gpuops.checks.core.check import (
     Check,
@@ -17,8 +17,8 @@ from gpuops.units import format_bytes
 def judge(facts: Memory, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: less than the profile's ``memory_bytes_min`` fails.
 
-    ``MemTotal`` is what the kernel has left of the modules after its own image and the firmware's
-    share, some percent less than is on their labels: the profile's number must allow for that.
+    ``MemTotal`` excludes the kernel's image and the firmware's share, and is some percent less than
+    the size of the modules: the profile's number must allow for that.
     """
     subject = Subject(
         check="memory_size", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="GB"

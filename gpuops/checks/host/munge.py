@@ -1,6 +1,6 @@
-"""Can a munge credential be made and read back? Slurm trusts nothing else."""
+"""Can a munge credential be created and decoded? Slurm authenticates with nothing else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -19,7 +19,7 @@ from gpuops.units import format_seconds
 class Parameters:
     """``elapsed_s`` of one round trip; ``required``: a node without a working munge fails.
 
-    Where it is not required a broken one warns: the package may be installed and not in use.
+    If it is not required, a broken one warns: the package may be installed and not in use.
     """
 
     elapsed_s: CheckLimit
@@ -29,41 +29,20 @@ class Parameters:
 def judge(facts: MungeTrip, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the round trip."""
     subject = Subject(check="munge", entity=context.node, failure_class=FailureClass.HOST_SERVICE)
-    limit = parameters.elapsed_s
     if not facts.installed:
         return [skipped(subject, "munge is not installed")]
     if facts.error is not None:
-        return [
-            Finding(
-                check="munge",
-                entity=context.node,
-                status=Status.FAIL if parameters.required else Status.WARN,
-                value="not read back" if facts.decoding else "not made",
-                threshold="made and read back",
-                source="munged",
-                message=facts.error,
-                failure_class=FailureClass.HOST_SERVICE,
-            )
-        ]
-    status = limit.ceiling(facts.elapsed_s)
-    return [
-        Finding(
-            check="munge",
-            entity=context.node,
-            status=status,
-            value=round(facts.elapsed_s, 3),
-            unit="s",
-            threshold=limit.text("<", "s"),
-            source=limit.source,
-            message=f"a credential was made and read back in {format_seconds(facts.elapsed_s)}",
-            failure_class=None if status is Status.PASS else FailureClass.HOST_SERVICE,
-        )
-    ]
+        status = Status.FAIL if parameters.required else Status.WARN
+        value = "not decoded" if facts.decoding else "not created"
+        return [subject.compared(status, value, "created and decoded", "munged", facts.error)]
+    text = f"a credential was created and decoded in {format_seconds(facts.elapsed_s)}"
+    about = replace(subject, unit="s")
+    return [about.below(parameters.elapsed_s, facts.elapsed_s, text, digits=3, unit="s")]
 
 
 CHECK = Check(
     name="munge",
-    about="a munge credential is made and read back",
+    about="a munge credential can be created and decoded",
     probe=Probe(
         "munge",
         MungeTrip,

@@ -1,12 +1,12 @@
 """Did earlier jobs leave processes behind?
 
-Those that are stuck inside the kernel are for `load` to tell.
+`load` reports those that are stuck inside the kernel.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
 from gpuops.host.leftovers import Leftovers, UserProcess, read_leftovers
 from gpuops.host.procfs import is_named
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
@@ -19,7 +19,7 @@ _NAMED_MAX = 5
 class Parameters:
     """``zombies`` on the node; ``leftovers``: users' processes that belong to no Slurm job.
 
-    Without ``leftovers`` those are not judged: where people may log in, they are no fault.
+    Without ``leftovers`` those are not judged: on a login node they are not a fault.
     ``age_s``: younger ones do not count; ``ignore``: patterns of names that do not.
     """
 
@@ -30,19 +30,19 @@ class Parameters:
 
 
 def judge(facts: Leftovers, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding about zombies and one about leftovers where they are judged."""
+    """Return a finding about zombies and one about leftovers, if they are judged."""
     findings = [_counted(facts.zombies, parameters.zombies, f"{facts.zombies} zombies", context)]
     if parameters.leftovers is None:
         return findings
     if facts.hidden:
-        unseen = Finding(
+        hidden = Finding(
             check="processes",
             entity=context.node,
             status=Status.UNKNOWN,
             message="other users' processes are hidden (hidepid)",
             unknown_reason=UnknownReason.NO_PERMISSION,
         )
-        return [*findings, unseen]
+        return [*findings, hidden]
     left = [item for item in facts.processes if _counts(item, parameters)]
     beyond = facts.count - len(facts.processes)
     text = f"left over: {_named(left, beyond)}" if left else "no process is left over"
@@ -63,18 +63,13 @@ def _named(items: list[UserProcess], beyond: int) -> str:
 
 
 def _counted(count: int, limit: CheckLimit, message: str, context: JudgeContext) -> Finding:
-    status = limit.ceiling(count)
-    return Finding(
+    subject = Subject(
         check="processes",
         entity=context.node,
-        status=status,
-        value=count,
+        failure_class=FailureClass.HOST_LEFTOVERS,
         unit="processes",
-        threshold=limit.text("<"),
-        source=limit.source,
-        message=message,
-        failure_class=None if status is Status.PASS else FailureClass.HOST_LEFTOVERS,
     )
+    return subject.below(limit, count, message)
 
 
 CHECK = Check(

@@ -1,4 +1,4 @@
-"""Do the services run that this node needs, by systemd's account?"""
+"""Do the services run that this node needs, as systemd reports it?"""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _RUNNING = frozenset({"active", "reloading", "refreshing"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``units`` that must run besides the profile's, and who says so."""
+    """``units`` that must run in addition to the profile's, and the source."""
 
     units: tuple[str, ...] = ()
     source: str = "suite"
@@ -21,33 +21,33 @@ class Parameters:
 def judge(facts: Units, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each unit that does not run, else one for all.
 
-    ``failed`` and ``inactive`` fail; ``activating`` warns, for that ends. A unit that is not
-    installed is unknown: a name that is wrong in a profile must not drain every node.
+    ``failed`` and ``inactive`` fail; ``activating`` warns, as it is temporary. A unit that is not
+    installed is unknown: a wrong name in a profile must not drain every node.
     """
     subject = Subject(
         check="services", entity=context.node, failure_class=FailureClass.HOST_SERVICE
     )
-    wanted = _wanted(parameters, context.profile)
-    if not wanted:
-        return [skipped(subject, "neither profile nor suite names a unit")]
+    expected = _expected_units(parameters, context.profile)
+    if not expected:
+        return [skipped(subject, "neither the profile nor the suite names a unit")]
     if not facts.systemd:
         return [skipped(subject, "systemd does not run here")]
-    told = {unit.name: unit for unit in facts.units}
-    findings = [_judged(name, told.get(name), source, context) for name, source in wanted.items()]
+    units = {unit.name: unit for unit in facts.units}
+    findings = [
+        _judged(name, units.get(name), source, context) for name, source in expected.items()
+    ]
     bad = [finding for finding in findings if finding.status is not Status.PASS]
-    return bad or [_finding(context, Status.PASS, None, "suite and profile", _all(wanted))]
+    return bad or [
+        _finding(context, Status.PASS, None, "suite and profile", f"running: {', '.join(expected)}")
+    ]
 
 
-def _all(wanted: dict[str, str]) -> str:
-    return f"running: {', '.join(wanted)}"
-
-
-def _wanted(parameters: Parameters, profile: Profile) -> dict[str, str]:
-    """Return the units by name with who named them."""
-    wanted = dict.fromkeys(parameters.units, parameters.source)
+def _expected_units(parameters: Parameters, profile: Profile) -> dict[str, str]:
+    """Return the units by name with their source."""
+    expected = dict.fromkeys(parameters.units, parameters.source)
     if profile.services is not None:
-        wanted |= dict.fromkeys(profile.services.value, profile.services.source)
-    return wanted
+        expected |= dict.fromkeys(profile.services.value, profile.services.source)
+    return expected
 
 
 def _judged(name: str, unit: Unit | None, source: str, context: JudgeContext) -> Finding:
@@ -90,13 +90,13 @@ def _finding(
 
 
 def inputs(parameters: Parameters, profile: Profile) -> tuple[str, ...]:
-    """Return the names of the units to ask about."""
-    return tuple(_wanted(parameters, profile))
+    """Return the names of the units to read."""
+    return tuple(_expected_units(parameters, profile))
 
 
 CHECK = Check(
     name="services",
-    about="the systemd units that profile and suite name are running",
+    about="the systemd units of the profile and the suite are running",
     probe=Probe(
         "services",
         Units,

@@ -1,7 +1,7 @@
 """Do the RDMA network ports count errors?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject, skipped
 from gpuops.checks.nic.ib_ports import PROBE, counter, nic
@@ -11,8 +11,8 @@ from gpuops.host.node_state import CounterGrowth
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
-# Files of counters/ (IBTA port counters) and hw_counters/ (mlx5) that tell of a bad link.
-KEPT = (
+# Files of counters/ (IBTA port counters) and hw_counters/ (mlx5) that indicate a bad link.
+COUNTERS = (
     "symbol_error",
     "link_error_recovery",
     "port_rcv_errors",
@@ -30,22 +30,22 @@ KEPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``per_hour``: a limit for each counter, by the name of its file in sysfs (`KEPT`)."""
+    """``per_hour``: a limit for each counter, by the name of its file in sysfs (`COUNTERS`)."""
 
     per_hour: Mapping[str, CheckLimit]
 
     def __post_init__(self) -> None:
         for name in self.per_hour:
-            if name not in KEPT:
+            if name not in COUNTERS:
                 raise ConfigError(
-                    f"ib_errors keeps no counter {name!r} (it keeps: {', '.join(KEPT)})"
+                    f"ib_errors has no counter {name!r} (it has: {', '.join(COUNTERS)})"
                 )
 
 
 def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each counter that grows too fast, else one for all ports.
 
-    One more names the counters that are full and so tell nothing.
+    One more names the counters that are saturated, and so cannot be judged.
     """
     subject = Subject(
         check="ib_errors", entity=context.node, failure_class=FailureClass.NETWORK_ERRORS
@@ -62,19 +62,22 @@ def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> li
             if growth is None:
                 continue
             compared += 1
-            status = limit.ceiling(growth.per_hour)
-            if status is not Status.PASS:
-                findings.append(_finding(port, name, growth, limit, status))
+            text = f"{port.name}: {name} grew by {growth.grown:g}"
+            text += f" in {format_seconds(growth.elapsed_s)}"
+            about = replace(subject, entity=nic(port), unit="per hour")
+            found = about.below(limit, growth.per_hour, text, digits=2, unit="per hour")
+            if found.status is not Status.PASS:
+                findings.append(found)
     if full:
-        stuck = f"not judged, at the greatest value there is: {', '.join(full)}"
+        stuck = f"not judged, at the maximum value: {', '.join(full)}"
         findings.append(skipped(subject, f"{stuck}; `perfquery -R` clears them"))
     if any(finding.status is not Status.SKIP for finding in findings):
         return findings
     if not compared:
         return findings or [skipped(subject, "no earlier count of this boot to compare with")]
-    text = f"{compared} error counters of {len(facts.ports)} ports grow slowly or not"
-    well = Finding(check="ib_errors", entity=context.node, status=Status.PASS, message=text)
-    return [well, *findings]
+    text = f"{compared} error counters of {len(facts.ports)} ports grow slowly or not at all"
+    passed = Finding(check="ib_errors", entity=context.node, status=Status.PASS, message=text)
+    return [passed, *findings]
 
 
 def _growth(port: Port, name: str, context: JudgeContext) -> CounterGrowth | None:
@@ -84,29 +87,12 @@ def _growth(port: Port, name: str, context: JudgeContext) -> CounterGrowth | Non
     return context.counters.lately(counter("ib_errors", port, name), value)
 
 
-def _finding(
-    port: Port, name: str, growth: CounterGrowth, limit: CheckLimit, status: Status
-) -> Finding:
-    return Finding(
-        check="ib_errors",
-        entity=nic(port),
-        status=status,
-        value=round(growth.per_hour, 2),
-        unit="per hour",
-        threshold=limit.text("<", "per hour"),
-        source=limit.source,
-        message=f"{port.name}: {name} grew by {growth.grown:g}"
-        f" in {format_seconds(growth.elapsed_s)}",
-        failure_class=FailureClass.NETWORK_ERRORS,
-    )
-
-
 def counters(facts: RdmaPorts) -> Mapping[str, float]:
     """Return the error counters of every port that a suite may limit."""
     return {
         counter("ib_errors", port, name): port.counters[name]
         for port in facts.ports
-        for name in KEPT
+        for name in COUNTERS
         if name in port.counters
     }
 

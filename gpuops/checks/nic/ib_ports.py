@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -41,9 +41,9 @@ class Parameters:
 def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about the adapters, and one for each port with a problem.
 
-    An adapter counts where a port of it is active at the profile's ``nic_rate_gbs`` or above.
-    Where at least ``nic_count`` count, the others are nobody's concern: they may have no cable.
-    Where fewer do, the node fails, and with it each bad port if there are no adapters to spare.
+    An adapter counts if a port of it is active at the profile's ``nic_rate_gbs`` or above.
+    If at least ``nic_count`` count, the others are ignored: they may have no cable.
+    If fewer do, the node fails, and so does each bad port if there are no spare adapters.
     Without a ``nic_count`` a bad port warns, unless its driver disabled it.
     """
     subject = Subject(
@@ -93,7 +93,7 @@ def nic(port: Port) -> Entity:
 
 
 def counter(check: str, port: Port, name: str) -> str:
-    """Return the name under which a counter of *port* is kept."""
+    """Return the name under which a counter of *port* is saved."""
     return f"{check}:{port.guid}:{port.number}/{name}"
 
 
@@ -105,31 +105,16 @@ def _is_good(port: Port, rate: NumberExpectation | None) -> bool:
 
 def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding:
     link = port.link_layer or "link"
-    if port.is_active:
-        assert rate is not None
-        told = "a rate that is not told" if port.rate_gbs is None else f"{port.rate_gbs:g} GB/s"
-        return Finding(
-            check="ib_ports",
-            entity=nic(port),
-            status=status,
-            value=port.rate_gbs,
-            unit="GB/s",
-            threshold=f">= {rate.value:g} GB/s",
-            source=rate.source,
-            message=f"{port.name}: {link} at {told}",
-            failure_class=FailureClass.NETWORK_PORT,
-        )
-    return Finding(
-        check="ib_ports",
-        entity=nic(port),
-        status=status,
-        value=port.state,
-        threshold="ACTIVE",
-        source="kernel (sysfs)",
-        message=f"{port.name}: {link} is {port.state or 'not told'},"
-        f" physically {port.phys_state or 'not told'}",
-        failure_class=FailureClass.NETWORK_PORT,
-    )
+    subject = Subject(check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_PORT)
+    if not port.is_active:
+        text = f"{port.name}: {link} is {port.state or 'in an unknown state'},"
+        text += f" physically {port.phys_state or 'unknown'}"
+        return subject.compared(status, port.state, "ACTIVE", "kernel (sysfs)", text)
+    assert rate is not None
+    now = "an unknown rate" if port.rate_gbs is None else f"{port.rate_gbs:g} GB/s"
+    text, threshold = f"{port.name}: {link} at {now}", f">= {rate.value:g} GB/s"
+    subject = replace(subject, unit="GB/s")
+    return subject.compared(status, port.rate_gbs, threshold, rate.source, text)
 
 
 def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
@@ -141,7 +126,7 @@ def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
         subject = Subject(
             check="ib_ports", entity=nic(port), failure_class=FailureClass.HOST_CONFIG
         )
-        text = f"{port.device}: firmware {port.firmware or 'not told'}"
+        text = f"{port.device}: firmware {port.firmware or 'unknown'}"
         if port.firmware is None:
             findings[port.guid] = skipped(subject, text)
         elif port.firmware not in wanted.value:
@@ -152,35 +137,25 @@ def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
 def _downs(ports: Iterable[Port], limit: CheckLimit, context: JudgeContext) -> list[Finding]:
     findings = []
     for port in ports:
+        subject = Subject(
+            check="ib_ports",
+            entity=nic(port),
+            failure_class=FailureClass.NETWORK_FLAP,
+            unit="times",
+        )
         for name in DOWNS:
             value = port.counters.get(name)
             if value is None:
                 continue
             growth = context.counters.since(counter("ib_ports", port, name), value)
             if is_full(port, name) and not (growth and growth.grown):
-                subject = Subject(
-                    check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_FLAP
-                )
-                text = f"{port.name}: {name} is at the greatest value there is"
-                findings.append(skipped(subject, f"{text}; `perfquery -R` clears it", value))
-            status = Status.PASS if growth is None else limit.ceiling(growth.grown)
-            if growth is None or status is Status.PASS:
-                continue
-            findings.append(
-                Finding(
-                    check="ib_ports",
-                    entity=nic(port),
-                    status=status,
-                    value=growth.grown,
-                    unit="times",
-                    threshold=limit.text("<"),
-                    source=limit.source,
-                    message=f"{port.name} lost its link {growth.grown:g} times"
-                    f" in {format_seconds(growth.elapsed_s)} ({name})",
-                    failure_class=FailureClass.NETWORK_FLAP,
-                )
-            )
-    return findings
+                text = f"{port.name}: {name} is at the maximum value; `perfquery -R` clears it"
+                findings.append(skipped(replace(subject, unit=None), text, value))
+            if growth is not None:
+                text = f"{port.name} lost its link {growth.grown:g} times"
+                text += f" in {format_seconds(growth.elapsed_s)} ({name})"
+                findings.append(subject.below(limit, growth.grown, text))
+    return [finding for finding in findings if finding.status is not Status.PASS]
 
 
 def counters(facts: RdmaPorts) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Do GPUs, NVSwitches, network adapters or the ports above them report PCI Express errors?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -21,10 +21,9 @@ from gpuops.units import format_seconds
 class Parameters:
     """Errors per hour of one device, by severity.
 
-    Correctable ones cost bandwidth; of the others the PCI Express Base Specification (§6.2.2) says
-    that the transaction (nonfatal) or the link (fatal) can no longer be relied on. They only warn
-    as shipped: the reset of a GPU on purpose leaves such errors behind, and one that was not
-    recovered from shows in `gpu_lost` and `gpu_xid`.
+    Correctable ones cost bandwidth; after the others the transaction (nonfatal) or the link (fatal)
+    is unreliable (PCI Express Base Specification, §6.2.2). They only warn as shipped: an intended
+    reset of a GPU causes such errors, and `gpu_lost` and `gpu_xid` report those without recovery.
     """
 
     correctable_per_hour: CheckLimit
@@ -54,9 +53,13 @@ def judge(facts: AerBus, parameters: Parameters, context: JudgeContext) -> list[
                 continue
             compared += 1
             limit = parameters.limit(severity)
-            status = limit.ceiling(growth.per_hour)
-            if status is not Status.PASS:
-                findings.append(_finding(device, severity, growth, limit, status))
+            about = replace(
+                subject, entity=Entity(EntityKind.LINK, f"pci {device.address}"), unit="per hour"
+            )
+            text = _text(device, severity, growth)
+            found = about.below(limit, growth.per_hour, text, digits=2, unit="per hour")
+            if found.status is not Status.PASS:
+                findings.append(found)
     if findings:
         return findings
     if not compared:
@@ -75,22 +78,12 @@ def _name(device: AerDevice, severity: str) -> str:
     return f"pci_aer:{device.address}:{severity}"
 
 
-def _finding(
-    device: AerDevice, severity: str, growth: CounterGrowth, limit: CheckLimit, status: Status
-) -> Finding:
+def _text(device: AerDevice, severity: str, growth: CounterGrowth) -> str:
     kinds = ", ".join(f"{name} {count}" for name, count in device.kinds.items())
     since = f" (since it was found: {kinds})" if kinds else ""
-    return Finding(
-        check="pci_aer",
-        entity=Entity(EntityKind.LINK, f"pci {device.address}"),
-        status=status,
-        value=round(growth.per_hour, 2),
-        unit="per hour",
-        threshold=limit.text("<", "per hour"),
-        source=limit.source,
-        message=f"{device.what} {device.address}: {growth.grown:g} new {severity} errors"
-        f" in {format_seconds(growth.elapsed_s)}{since}",
-        failure_class=FailureClass.HOST_PCIE,
+    return (
+        f"{device.what} {device.address}: {growth.grown:g} new {severity} errors"
+        f" in {format_seconds(growth.elapsed_s)}{since}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Is there space, are there inodes, and can the disks still be written?"""
+"""Are there free space and inodes, and can the disks still be written?"""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ PROBE = Probe(
     lambda machine, budget_s: read_filesystems(machine.root, budget_s),
     sources=("/proc/self/mountinfo", "statvfs(2) of each mount"),
 )
-# A medium that cannot be written is no fault, whatever the mount's own flag says.
+# A medium that cannot be written is not a fault, whatever the mount's own flag says.
 _NEVER_WRITABLE = frozenset({"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"})
 
 
@@ -30,8 +30,8 @@ class Parameters:
 def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount with a problem, else one for the fullest.
 
-    A mount that gave no answer is the business of ``mount_alive``. Mounts that another machine
-    serves warn at most: their space is not this node's.
+    `mount_alive` judges mounts that do not respond. Mounts that another machine serves warn at
+    most: their space is not this node's.
     """
     answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
     findings = [_read_only(item) for item in answers if _should_be_writable(item)]
@@ -39,7 +39,7 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
     for item in answers:
         if item.space is None or "ro" in item.mount.options:
             continue
-        for percent, finding in _room(item, item.space, parameters):
+        for percent, finding in _free(item, item.space, parameters):
             if finding.status is not Status.PASS:
                 findings.append(finding)
             if tightest is None or percent < tightest[0]:
@@ -50,7 +50,7 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
 
 
 def ignored(answer: MountAnswer, patterns: tuple[str, ...]) -> bool:
-    """Say whether *answer* is about a mount that a suite leaves out."""
+    """Return whether *answer* is about a mount that a suite excludes."""
     return any(fnmatchcase(answer.mount.point, pattern) for pattern in patterns)
 
 
@@ -66,7 +66,7 @@ def _read_only(answer: MountAnswer) -> Finding:
     why = (
         "the kernel has stopped writing to it, as it does after an error (see the kernel log)"
         if mount.turned_read_only
-        else "/etc/fstab wants it writable"
+        else "in /etc/fstab it is writable"
     )
     return Finding(
         check="disk_space",
@@ -80,7 +80,7 @@ def _read_only(answer: MountAnswer) -> Finding:
     )
 
 
-def _room(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tuple[float, Finding]]:
+def _free(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tuple[float, Finding]]:
     found = []
     if space.total_bytes:
         percent = 100 * space.available_bytes / space.total_bytes

@@ -1,4 +1,4 @@
-"""Do the software RAID arrays run, and with all their members?"""
+"""Do the software RAID arrays run with all their members?"""
 
 from gpuops.checks.core.check import (
     Check,
@@ -13,10 +13,10 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 
 def judge(facts: MdRaid, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding for each array that is not whole, else one for all.
+    """Return a finding for each array that is not complete, else one for all.
 
-    One that the kernel stopped (``inactive``, ``broken``) fails. A degraded one still gives every
-    byte, so that it warns.
+    One that the kernel stopped (``inactive``, ``broken``) fails. A degraded one still has all its
+    data, and only warns.
     """
     subject = Subject(check="md_raid", entity=context.node, failure_class=FailureClass.HOST_DISK)
     if not facts.arrays:
@@ -33,7 +33,7 @@ def judge(facts: MdRaid, _parameters: NoParameters, context: JudgeContext) -> li
             entity=context.node,
             status=Status.PASS,
             source="kernel (mdstat)",
-            message=f"whole: {named}",
+            message=f"complete: {named}",
         )
     ]
 

@@ -1,16 +1,16 @@
-"""Does every mount answer? A dead file server blocks jobs inside the kernel."""
+"""Does every mount respond? A dead file server blocks jobs inside the kernel."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject
 from gpuops.checks.storage.disk_space import PROBE, ignored
 from gpuops.host.storage.mounts import Filesystems, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
 
 # errno(3): the file system or its server is gone. Others (EACCES of a user's FUSE mount, ENOENT
-# of a mount point that another mount hides) say something about us and nothing about the mount.
+# of a mount point that another mount hides) are about this process, not about the mount.
 _DEAD = frozenset(
     {"EHOSTDOWN", "EHOSTUNREACH", "EIO", "ENODEV", "ENOTCONN", "ESHUTDOWN", "ESTALE", "ETIMEDOUT"}
 )
@@ -27,30 +27,31 @@ class Parameters:
 def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount that is dead, silent or slow, else one for the slowest.
 
-    Silence convicts a mount only where the asking process was stuck inside the kernel: a busy
-    machine may merely not have run it. A FUSE mount that neither fstab nor the profile names may
-    be any user's own, and a dead one only warns.
+    A timeout fails only if the process was stuck inside the kernel: a busy machine may not have
+    scheduled it. A FUSE mount that neither fstab nor the profile names may be any user's own, and
+    only warns if it is dead.
     """
     answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
     mounts = context.profile.mounts
-    wanted = frozenset(mounts.value if mounts is not None else ())
+    expected = frozenset(mounts.value if mounts is not None else ())
     findings = [
-        found for item in answers if (found := _problem(item, parameters, wanted)) is not None
+        found for item in answers if (found := _problem(item, parameters, expected)) is not None
     ]
     if facts.not_asked:
-        findings.append(_too_many(facts.not_asked, context.node))
+        text = f"{facts.not_asked} more mounts were not checked: too many"
+        findings.append(_finding(context.node, Status.WARN, text))
     if findings:
         return findings
     answered = [item for item in answers if item.space is not None]
     if not answered:
-        return [_finding(context.node, Status.SKIP, "no mount to ask")]
+        return [_finding(context.node, Status.SKIP, "no mount to check")]
     slowest = max(answered, key=lambda item: item.elapsed_s)
-    text = f"{len(answered)} mounts answer, {slowest.mount.point} last"
-    return [_timed(context.node, Status.PASS, slowest, parameters, text)]
+    text = f"{len(answered)} mounts respond, {slowest.mount.point} last"
+    return [_timed(context.node, slowest, parameters, text)]
 
 
 def _problem(
-    answer: MountAnswer, parameters: Parameters, wanted: AbstractSet[str]
+    answer: MountAnswer, parameters: Parameters, expected: AbstractSet[str]
 ) -> Finding | None:
     mount, entity = answer.mount, Entity(EntityKind.MOUNT, answer.mount.point)
     what = f"{mount.source} ({mount.filesystem})"
@@ -65,42 +66,33 @@ def _problem(
             unknown_reason=UnknownReason.TIMEOUT,
         )
     if answer.error in _DEAD:
-        text = f"{what}: statvfs came back with {answer.error}"
-        status = Status.WARN if _is_a_users(answer, wanted) else Status.FAIL
+        text = f"{what}: statvfs failed with {answer.error}"
+        status = Status.WARN if _is_a_users(answer, expected) else Status.FAIL
         return _finding(entity, status, text, mount_class(answer))
     status = parameters.answer_s.ceiling(answer.elapsed_s)
     if answer.space is not None and status is not Status.PASS:
         took = format_seconds(answer.elapsed_s)
-        return _timed(entity, status, answer, parameters, f"{what} answered after {took}")
+        return _timed(entity, answer, parameters, f"{what} responded after {took}")
     return None
 
 
-def _is_a_users(answer: MountAnswer, wanted: AbstractSet[str]) -> bool:
-    named = answer.writable_in_fstab is not None or answer.mount.point in wanted
+def _is_a_users(answer: MountAnswer, expected: AbstractSet[str]) -> bool:
+    named = answer.writable_in_fstab is not None or answer.mount.point in expected
     return answer.mount.filesystem.startswith("fuse.") and not named
 
 
 def mount_class(answer: MountAnswer) -> FailureClass:
-    """Return whose failure a dead mount is: the file server's or a disk's."""
+    """Return the failure class of a dead mount: the file server's or a disk's."""
     if answer.mount.is_network:
         return FailureClass.STORAGE_SHARED_FS
     return FailureClass.HOST_DISK
 
 
-def _timed(
-    entity: Entity, status: Status, answer: MountAnswer, parameters: Parameters, message: str
-) -> Finding:
-    return Finding(
-        check="mount_alive",
-        entity=entity,
-        status=status,
-        value=round(answer.elapsed_s, 3),
-        unit="s",
-        threshold=parameters.answer_s.text("<", "s"),
-        source=parameters.answer_s.source,
-        message=message,
-        failure_class=None if status is Status.PASS else mount_class(answer),
+def _timed(entity: Entity, answer: MountAnswer, parameters: Parameters, message: str) -> Finding:
+    subject = Subject(
+        check="mount_alive", entity=entity, failure_class=mount_class(answer), unit="s"
     )
+    return subject.below(parameters.answer_s, answer.elapsed_s, message, digits=3, unit="s")
 
 
 def _finding(
@@ -116,13 +108,9 @@ def _finding(
     )
 
 
-def _too_many(count: int, node: Entity) -> Finding:
-    return _finding(node, Status.WARN, f"{count} more mounts were not asked: too many")
-
-
 CHECK = Check(
     name="mount_alive",
-    about="every mount answers, each asked in its own process",
+    about="every mount responds, each checked in its own process",
     probe=PROBE,
     parameters=Parameters,
     judge=judge,

@@ -1,6 +1,6 @@
 """Is everything mounted that should be?
 
-That mounts answer is for `mount_alive` to say, and that they are not read-only for `disk_space`.
+`mount_alive` judges whether mounts respond, `disk_space` whether they are read-only.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``expected`` mount points besides the profile's and who says so.
+    """``expected`` mount points in addition to the profile's, and the source.
 
-    ``ignore``: patterns of mount points in fstab that need not be there.
+    ``ignore``: patterns of mount points in fstab that may be missing.
     """
 
     expected: tuple[str, ...] = ()
@@ -26,19 +26,19 @@ class Parameters:
 def judge(facts: MountTable, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount that is missing, else one for all.
 
-    What profile or suite expect fails; what only fstab(5) names warns.
+    A mount of the profile or the suite fails; one of fstab(5) alone warns.
     """
-    wanted = dict.fromkeys(parameters.expected, parameters.source)
+    expected = dict.fromkeys(parameters.expected, parameters.source)
     if context.profile.mounts is not None:
-        wanted |= dict.fromkeys(context.profile.mounts.value, context.profile.mounts.source)
+        expected |= dict.fromkeys(context.profile.mounts.value, context.profile.mounts.source)
     mounted = set(facts.mounted)
     missing = [
         _missing(point, Status.FAIL, source)
-        for point, source in wanted.items()
+        for point, source in expected.items()
         if _plain(point) not in mounted
     ]
     in_fstab = [point for point in facts.in_fstab if not _ignored(point, parameters.ignore)]
-    named = {_plain(point) for point in wanted}
+    named = {_plain(point) for point in expected}
     missing += [
         _missing(point, Status.WARN, "/etc/fstab")
         for point in in_fstab
@@ -52,7 +52,7 @@ def judge(facts: MountTable, parameters: Parameters, context: JudgeContext) -> l
             check="mount_state",
             entity=context.node,
             status=Status.PASS if count else Status.SKIP,
-            message=f"all {count} expected mounts are there"
+            message=f"all {count} expected mounts are present"
             if count
             else "neither profile nor fstab expects a mount",
         )
@@ -82,7 +82,7 @@ def _missing(point: str, status: Status, source: str) -> Finding:
 
 CHECK = Check(
     name="mount_state",
-    about="all mounts are there that profile, suite or fstab expect",
+    about="all mounts of the profile, the suite and fstab are present",
     probe=Probe(
         "mount_table",
         MountTable,

@@ -1,4 +1,4 @@
-"""Can the folders be written that jobs write to? A file is made, synced and removed."""
+"""Are the folders writable that jobs use? A file is created, synced and removed."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from gpuops.host.storage.write_test import WriteAnswer, Writes, read_writes
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
 
-# errno(3). EACCES and EPERM are about us: a file server may give root no rights at all.
+# errno(3). EACCES and EPERM are not a fault: a file server may give root no rights.
 _CLASSES = {
     "EROFS": FailureClass.STORAGE_READ_ONLY,
     "ENOSPC": FailureClass.STORAGE_NO_SPACE,
@@ -26,7 +26,7 @@ _NOT_ALLOWED = frozenset({"EACCES", "EPERM"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """``paths``: the folders to write in; ``elapsed_s`` of making, syncing and removing a file."""
+    """``paths``: the folders; ``elapsed_s`` of creating, syncing and removing a file."""
 
     elapsed_s: CheckLimit
     paths: tuple[str, ...] = ()
@@ -36,14 +36,14 @@ class Parameters:
 def judge(facts: Writes, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each folder that cannot be written in time, else one for the slowest.
 
-    Silence convicts only where the writing process was stuck inside the kernel.
+    A timeout fails only if the process was stuck inside the kernel.
     """
     subject = Subject(
         check="mount_writable", entity=context.node, failure_class=FailureClass.STORAGE_SHARED_FS
     )
     answers = [answer for answer in facts.answers if answer.path in parameters.paths]
     if not answers:
-        return [skipped(subject, "the suite names no folder to write in")]
+        return [skipped(subject, "the suite names no folder")]
     findings = [_judged(answer, parameters) for answer in answers]
     bad = [finding for finding in findings if finding.status is not Status.PASS]
     slowest = max(range(len(answers)), key=lambda n: answers[n].elapsed_s)
@@ -71,26 +71,18 @@ def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
             value=answer.error,
             threshold="written",
             source=parameters.source,
-            message=f"writing in {answer.path} came back with {answer.error}",
+            message=f"writing in {answer.path} failed with {answer.error}",
             failure_class=_CLASSES.get(answer.error, FailureClass.STORAGE_SHARED_FS),
             unknown_reason=UnknownReason.NO_PERMISSION if denied else None,
         )
-    return _timed(entity, answer, parameters.elapsed_s)
-
-
-def _timed(entity: Entity, answer: WriteAnswer, limit: CheckLimit) -> Finding:
-    status = limit.ceiling(answer.elapsed_s)
-    return Finding(
+    subject = Subject(
         check="mount_writable",
         entity=entity,
-        status=status,
-        value=round(answer.elapsed_s, 3),
+        failure_class=FailureClass.STORAGE_SHARED_FS,
         unit="s",
-        threshold=limit.text("<", "s"),
-        source=limit.source,
-        message=f"{answer.path} was written in {format_seconds(answer.elapsed_s)}",
-        failure_class=None if status is Status.PASS else FailureClass.STORAGE_SHARED_FS,
     )
+    text = f"{answer.path} was written in {format_seconds(answer.elapsed_s)}"
+    return subject.below(parameters.elapsed_s, answer.elapsed_s, text, digits=3, unit="s")
 
 
 def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
@@ -100,12 +92,12 @@ def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
 
 CHECK = Check(
     name="mount_writable",
-    about="a small file can be made, synced and removed in the folders that the suite names",
+    about="a small file can be created, synced and removed in the folders of the suite",
     probe=Probe(
         "writing",
         Writes,
         lambda machine, budget_s: read_writes(machine.root, budget_s, machine.inputs),
-        sources=("a file made and removed in each folder",),
+        sources=("a file created and removed in each folder",),
     ),
     parameters=Parameters,
     judge=judge,

@@ -1,4 +1,4 @@
-"""Are the NVMe drives there and well, by their own account?"""
+"""Are the NVMe drives present and healthy, as they report it?"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 
 _SPECIFICATION = "NVM Express Base Specification, SMART / Health Information"
-# Bits of critical_warning, ibid. That it is too hot or too cold passes; the others do not.
+# Bits of critical_warning, ibid. The temperature recovers by itself; the others do not.
 _WARNINGS = {
-    0: "its spare blocks run out",
-    1: "its temperature is beyond a limit",
+    0: "few spare blocks are left",
+    1: "its temperature exceeds a limit",
     2: "its reliability is degraded",
     3: "it became read-only",
     4: "its volatile memory backup failed",
@@ -28,8 +28,8 @@ _WARNINGS = {
 }
 _TEMPERATURE = 1 << 1
 _LOCAL = frozenset({None, "pcie"})
-# Documentation/ABI/testing/sysfs-nvme: what a controller passes through on its way up.
-_COMING = frozenset({"new", "resetting", "connecting"})
+# Documentation/ABI/testing/sysfs-nvme: the states of a controller while it starts.
+_STARTING = frozenset({"new", "resetting", "connecting"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class Parameters:
 
 
 def judge(facts: Nvme, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return a finding about the number of drives and one for each thing that is wrong with one.
+    """Return a finding about the number of drives and one for each fault of a drive.
 
-    A critical warning, or a controller that the kernel gave up, fails. Without nvme-cli only the
-    kernel's account is judged, and the first finding says so.
+    A critical warning, or a dead controller, fails. Without nvme-cli only the kernel's state is
+    judged, and the first finding says so.
     """
     drives = [drive for drive in facts.drives if drive.transport in _LOCAL]
     subject = Subject(
@@ -68,7 +68,7 @@ def judge(facts: Nvme, parameters: Parameters, context: JudgeContext) -> list[Fi
 def _drive(drive: NvmeDrive, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     findings = []
     if drive.state not in {None, "live"}:
-        status = Status.WARN if drive.state in _COMING else Status.FAIL
+        status = Status.WARN if drive.state in _STARTING else Status.FAIL
         findings.append(
             _finding(drive, status, drive.state, "live", "kernel (sysfs)", f"is {drive.state}")
         )
@@ -77,26 +77,17 @@ def _drive(drive: NvmeDrive, parameters: Parameters, context: JudgeContext) -> l
         findings.append(_finding(drive, Status.WARN, None, "answers", "nvme-cli", text))
     if drive.critical_warning:
         findings.append(_critical(drive, drive.critical_warning))
-    limit = parameters.used_percent
-    if drive.used_percent is not None and limit.ceiling(drive.used_percent) is not Status.PASS:
-        status, text = limit.ceiling(drive.used_percent), "of its rated life is used"
-        findings.append(
-            _finding(
-                drive,
-                status,
-                drive.used_percent,
-                limit.text("<", "%"),
-                limit.source,
-                f"{drive.used_percent} % {text}",
-            )
-        )
+    limit, used = parameters.used_percent, drive.used_percent
+    if used is not None and limit.ceiling(used) is not Status.PASS:
+        status, text = limit.ceiling(used), f"{used} % of its rated life is used"
+        findings.append(_finding(drive, status, used, limit.text("<", "%"), limit.source, text))
     return findings + _media_errors(drive, parameters.media_errors_per_day, context)
 
 
 def _critical(drive: NvmeDrive, mask: int) -> Finding:
-    said = [text for bit, text in _WARNINGS.items() if mask >> bit & 1] or [f"mask {mask:#x}"]
+    warnings = [text for bit, text in _WARNINGS.items() if mask >> bit & 1] or [f"mask {mask:#x}"]
     status = Status.WARN if mask == _TEMPERATURE else Status.FAIL
-    text = f"warns: {', '.join(said)}"
+    text = f"warns: {', '.join(warnings)}"
     return _finding(drive, status, mask, "= 0", _SPECIFICATION, text)
 
 

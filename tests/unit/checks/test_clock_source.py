@@ -24,7 +24,7 @@ def test_a_source_that_the_profile_does_not_name_warns(source, status):
     (finding,) = judge(facts, NoParameters(), WITH)
 
     assert (finding.status.word, finding.threshold) == (status, "= tsc or kvm-clock")
-    assert finding.message == f"clock source {source} (there is: tsc, hpet)"
+    assert finding.message == f"clock source {source} (available: tsc, hpet)"
 
 
 def test_what_is_not_told_or_not_expected_is_skipped():

@@ -151,7 +151,7 @@ def test_a_hang_says_which_call_how_long_and_which_try():
 
     assert first.message == (
         "nvmlInit gave no answer in 4.2 s, inside the kernel (state D); try 1 of this boot:"
-        " a cold driver takes 10 to 20 s to initialise, so another try decides"
+        " a cold driver takes 10 to 20 s to initialise, so the next check decides"
     )
     assert third.message == (
         "nvmlInit gave no answer in 4.2 s; try 3 of this boot;"

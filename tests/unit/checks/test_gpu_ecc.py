@@ -49,7 +49,7 @@ def test_each_kind_of_error_is_told():
 def test_a_flag_that_is_not_told_is_said():
     (finding,) = findings(EccErrors(volatile_uncorrected=0))
 
-    assert finding.message.endswith("1 do not tell the SRAM flag")
+    assert finding.message.endswith("1 do not report the SRAM flag")
 
 
 def test_errors_that_are_not_counted_are_skipped():

@@ -115,7 +115,7 @@ def test_the_summary_counts_where_the_mask_says_nothing(summary, status):
 def test_a_fabric_without_a_health_mask_is_said():
     (finding,) = findings(Fabric(state=3, status=0))
 
-    assert finding.message == "2 GPUs in the fabric; 1 do not tell the fabric's health"
+    assert finding.message == "2 GPUs in the fabric; 1 do not report the fabric's health"
 
 
 def test_a_gpu_that_is_alone_needs_no_fabric():

@@ -55,4 +55,4 @@ def test_a_gpu_that_could_not_be_asked_is_told_and_convicted_of_nothing():
     (finding,) = judge(Gpus((gpu(1, answers=None),), nvml(1)), NoParameters(), CASE)
 
     assert finding.status.word == "pass"
-    assert "1 could not be asked" in finding.message
+    assert "1 could not be read" in finding.message

@@ -61,7 +61,7 @@ def test_a_slot_that_can_do_less_than_the_profile_fails_at_rest_too():
 def test_the_passing_finding_says_what_was_not_judged():
     (finding,) = findings(PROFILED)
 
-    assert "the generation in use judged on 0, the others are idle" in finding.message
+    assert "the generation in use is judged on 0, the others are idle" in finding.message
 
 
 def test_a_link_that_is_not_told_is_skipped():

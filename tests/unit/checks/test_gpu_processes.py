@@ -127,7 +127,7 @@ def test_memory_is_not_judged_where_the_drivers_own_part_is_in_it():
 
 def test_processes_that_are_not_told_are_said():
     (finding,) = findings(IDLE, HANDED_OUT, processes=None)
-    assert finding.message.endswith("1 do not tell their processes")
+    assert finding.message.endswith("1 do not report their processes")
 
     assert said(findings(IDLE, HANDED_OUT, processes=None, memory=used(900 * MIB)))[0][1] == "fail"
     assert said(findings(IDLE, HANDED_OUT, processes=None, memory=None)) == [("n1", "skip", None)]

@@ -49,7 +49,7 @@ def test_a_driver_that_tells_none_is_not_healthy(unsupported):
     (finding,) = findings(gpu(0, recovery_action=None, unsupported=unsupported))
 
     assert finding.status.word == "skip"
-    assert finding.message == "not judged on GPU 0: the driver tells no recovery action"
+    assert finding.message == "not judged on GPU 0: the driver reports no recovery action"
 
 
 def test_a_driver_that_hangs_is_unknown():

@@ -61,7 +61,7 @@ def test_core_and_memory_are_told_apart():
 def test_a_temperature_without_a_limit_is_no_pass():
     assert said(findings()) == [("n1", "skip", None)]
     (finding,) = findings(core_c=60)
-    assert finding.message == "not judged on GPU 0: the device states no limit of its own"
+    assert finding.message == "not judged on GPU 0: the device reports no limit of its own"
     assert said(findings(core_c=60, margin_c=20)) == [("n1", "skip", None)]
 
 

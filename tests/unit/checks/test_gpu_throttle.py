@@ -46,7 +46,7 @@ def test_all_reasons_that_matter_are_told():
 
     assert finding.value == "0x6c"
     assert finding.message == (
-        "GPU 1: its clocks are held down by the hardware, the driver, for heat, "
+        "GPU 1: its clocks are reduced by the hardware, the driver, for heat, "
         "the hardware, for heat"
     )
 

@@ -122,7 +122,7 @@ def test_what_the_driver_wants_done_fails_in_whatever_words(look, words):
     (finding,) = findings(look(line))
 
     assert said([finding]) == [(GPU, "fail", "gpu_sw.driver")]
-    assert f"the driver wants: {words}" in finding.message
+    assert f"the driver requests: {words}" in finding.message
 
 
 def test_the_wish_of_the_driver_outranks_the_class_of_what_brought_it(look):

@@ -108,13 +108,13 @@ def test_a_gpu_that_is_asked_about_and_not_listed_warns():
     findings = judged(node(gpu(0)), asking("0", "GPU-7"))
 
     assert said(findings) == [("n1", "pass", None), ("n1", "warn", "gpu_hw.missing")]
-    assert findings[1].message == "asked about GPU-7, which NVML does not list"
+    assert findings[1].message == "selected GPU-7, which NVML does not list"
 
 
 def test_a_job_without_gpus_asks_about_none():
     (finding,) = judged(node(gpu(0)), asking(), bad=[0])
 
-    assert (finding.status.word, finding.message) == ("skip", "no GPU is asked about")
+    assert (finding.status.word, finding.message) == ("skip", "no GPU is selected")
 
 
 def test_one_finding_for_all_that_are_well():

@@ -4,7 +4,7 @@ import pytest
 from support.checks import CASE, NODE, limit, said
 
 from gpuops.checks.core.check import JudgeContext
-from gpuops.checks.nic.ib_errors import KEPT, Parameters, counters, judge
+from gpuops.checks.nic.ib_errors import COUNTERS, Parameters, counters, judge
 from gpuops.errors import ConfigError
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.node_state import Counters, CounterSample
@@ -88,4 +88,4 @@ def test_only_counters_that_are_kept_can_be_limited():
         Parameters(per_hour={"symbol_errors": limit(warn=1)})
 
     assert counters(fabric(symbol_error=1, unknown_thing=2)) == {"ib_errors:g0:1/symbol_error": 1}
-    assert "out_of_sequence" in KEPT
+    assert "out_of_sequence" in COUNTERS

@@ -235,7 +235,7 @@ def test_a_failure_of_hours_ago_only_warns(failing, age_us, status):
     (finding,) = judged(search(records("fan 3 stopped"), failing, age_us))
 
     assert finding.status.word == status
-    assert ("too long ago to judge what is now" in finding.message) == (status == "warn")
+    assert ("too long ago to count as a present fault" in finding.message) == (status == "warn")
 
 
 def test_a_new_line_makes_an_old_failure_fail_again(failing):

@@ -39,5 +39,5 @@ def test_all_there_passes_and_none_expected_is_skipped():
     facts = MountTable(("/", "/home", "/scratch"), in_fstab=("/",))
     (finding,) = judge(facts, Parameters(), WITH)
 
-    assert (finding.status.word, finding.message) == ("pass", "all 3 expected mounts are there")
+    assert (finding.status.word, finding.message) == ("pass", "all 3 expected mounts are present")
     assert said(judge(MountTable(("/",)), Parameters(), CASE)) == [("n1", "skip", None)]

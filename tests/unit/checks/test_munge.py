@@ -26,7 +26,7 @@ def test_a_broken_trip_fails_only_where_munge_is_required(required, status):
 
     (finding,) = judge(facts, parameters, CASE)
     assert said([finding]) == [("n1", status, "host_sw.service")]
-    assert finding.value == "not read back"
+    assert finding.value == "not decoded"
 
 
 def test_without_munge_it_is_skipped():

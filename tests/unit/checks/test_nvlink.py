@@ -57,7 +57,7 @@ def test_a_gpu_without_peers_has_nobody_to_link_to():
     (finding,) = judge(facts, NoParameters(), PROFILED)
 
     assert finding.status.word == "skip"
-    assert "the only GPU here has nobody to link to (0 up)" in finding.message
+    assert "the only GPU here has no peer to link to (0 up)" in finding.message
 
 
 def test_cards_without_links_are_skipped():

@@ -34,7 +34,7 @@ def test_a_node_without_history_is_not_called_healthy():
     (finding,) = findings()
 
     assert said([finding]) == [("n1", "skip", None)]
-    assert "the store told of none" in finding.message
+    assert "the store reported none" in finding.message
 
 
 @pytest.mark.parametrize(("count", "status"), [(1, "pass"), (2, "warn"), (3, "warn")])

@@ -193,7 +193,7 @@ def test_a_driver_that_hangs_is_recorded_as_that(tmp_path, mock, elsewhere):
     ("text", "message"),
     [
         ("", "is not a recording of `gpuops facts`: not JSON"),
-        ('{"schema": "gpuops.facts/1", "no', "is no JSON"),
+        ('{"schema": "gpuops.facts/1", "no', "not JSON"),
         ('{"schema": "gpuops.check/1"}', "is not a recording of `gpuops facts`"),
         ('{"schema": "gpuops.facts/9", "gpuops_version": "7.0"}', "made by gpuops 7.0"),
         ('{"schema": "gpuops.facts/1", "node": "n1"}', "is a broken recording"),

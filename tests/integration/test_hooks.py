@@ -160,7 +160,7 @@ def test_a_process_that_stays_is_named_with_its_job_after_a_second_look(again, n
 def second_look(hook, name):
     """Return what *hook* tells of a process that exits before a second look, and how bad it is."""
     env = hook.env_of(f"{BUSY}\ndelay_ms 10", SLURM_JOB_GPUS="0-3")
-    look = name_of(f"look gpus {hook.root.path}").encode() + b"\n"
+    look = name_of(f"probe gpus {hook.root.path}").encode() + b"\n"
     with subprocess.Popen(
         [sys.executable, "-m", "gpuops", *hook.words(name)], env={**os.environ, **env}
     ) as running:

@@ -84,7 +84,7 @@ def test_a_first_look_and_a_node_without_adapters_are_skipped():
 
 
 def test_only_counters_that_are_kept_can_be_limited():
-    with pytest.raises(ConfigError, match="keeps no counter 'symbol_errors'"):
+    with pytest.raises(ConfigError, match="has no counter 'symbol_errors'"):
         Parameters(per_hour={"symbol_errors": limit(warn=1)})
 
     assert counters(fabric(symbol_error=1, unknown_thing=2)) == {"ib_errors:g0:1/symbol_error": 1}

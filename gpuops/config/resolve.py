@@ -40,24 +40,24 @@ T = TypeVar("T")
 ErrorHandler = Callable[[ConfigError], None]
 
 SYSTEM_FILE = Path("/etc/gpuops/gpuops.toml")
-# A hundred times more than the largest that is shipped.
+# A hundred times the size of the largest shipped file.
 TOML_BYTES_MAX = 4 * 2**20
 
 
 class GateMode(StrEnum):
-    """Whether the gate only says what it would do, or does it."""
+    """Whether the gate only reports what it would do, or does it."""
 
     OBSERVE = "observe"
     ENFORCE = "enforce"
 
 
 def raise_error(error: ConfigError) -> None:
-    """Raise *error*: what is done about a mistake where nobody collects them."""
+    """Raise *error*: the error handler of callers that do not collect errors."""
     raise error
 
 
 def read_or_default(read: Callable[[], T], on_error: ErrorHandler, default: T) -> T:
-    """Return what *read* returns; *default*, once *on_error* has received its mistake."""
+    """Return what *read* returns, or *default* after *on_error* has received its ConfigError."""
     try:
         return read()
     except ConfigError as exc:
@@ -66,7 +66,7 @@ def read_or_default(read: Callable[[], T], on_error: ErrorHandler, default: T) -
 
 
 def environ() -> dict[str, str]:
-    """Return a copy of this process' environment, to be handed on as an argument."""
+    """Return a copy of this process' environment, to be passed as an argument."""
     return dict(os.environ)
 
 
@@ -111,7 +111,7 @@ class Settings:
 
 def _parse_mode(value: object) -> GateMode:
     if value not in list(GateMode):
-        raise ValueError(f"one of {', '.join(GateMode)} is wanted")
+        raise ValueError(f"expected one of {', '.join(GateMode)}")
     return GateMode(str(value))
 
 
@@ -131,7 +131,7 @@ def _default_spool(env: Mapping[str, str], is_root: bool) -> Path:
 
 
 SETTINGS = (
-    Setting("store.url", "GPUOPS_STORE", to_text, _default_store, "where incidents live"),
+    Setting("store.url", "GPUOPS_STORE", to_text, _default_store, "the incident store"),
     Setting(
         "spool.dir", "GPUOPS_SPOOL", to_path, _default_spool, "where events wait for the store"
     ),
@@ -142,15 +142,13 @@ SETTINGS = (
         lambda _env, _root: 256 * 2**20,
         "oldest events go first above this size",
     ),
-    Setting(
-        "state.dir", "GPUOPS_STATE", to_path, _state_dir, "files that gpuops keeps on this node"
-    ),
+    Setting("state.dir", "GPUOPS_STATE", to_path, _state_dir, "gpuops' own files on this node"),
     Setting(
         "run.dir",
         "GPUOPS_RUN_DIR",
         to_path,
         lambda _env, _root: Path("gpuops-runs"),
-        "one folder a run: its logs and its journal",
+        "the parent of run folders, which hold logs and the journal of a run",
     ),
     Setting("cluster.name", "GPUOPS_CLUSTER", to_text, lambda _e, _r: "default", "this cluster"),
     Setting(
@@ -184,14 +182,14 @@ SETTINGS = (
         "GPUOPS_MODE",
         _parse_mode,
         lambda _env, _root: GateMode.OBSERVE,
-        "observe: say what would be drained; enforce: drain it",
+        "observe: report what would be drained; enforce: drain it",
     ),
     Setting(
         "gate.fuse_nodes",
         "GPUOPS_FUSE_NODES",
         to_positive,
         lambda _env, _root: 3,
-        "the fuse blows when so many nodes fail the same check within the window",
+        "the fuse trips when this many nodes fail the same check within the window",
     ),
     Setting(
         "gate.fuse_window_s",
@@ -205,14 +203,14 @@ SETTINGS = (
         "GPUOPS_PASSES_TO_RESUME",
         to_positive,
         lambda _env, _root: 2,
-        "passes in a row after which our own drain is taken back",
+        "consecutive passes after which gpuops resumes a node that it drained",
     ),
     Setting(
         "gate.resumes_max_per_day",
         "GPUOPS_RESUMES_MAX_PER_DAY",
         to_count,
         lambda _env, _root: 3,
-        "so often in 24 h our own drains for the same check are taken back; 0: never",
+        "how often in 24 h gpuops resumes a node that it drained for the same check; 0: never",
     ),
     Setting(
         "gate.permit_deadline_s",
@@ -226,7 +224,7 @@ SETTINGS = (
         "GPUOPS_SLURM_BIN_DIR",
         to_path,
         lambda _env, _root: None,
-        "the folder of scontrol; unset: where Debian, RPMs and /opt/slurm have it",
+        "the folder of scontrol; unset: the folders of Debian, RPMs and /opt/slurm",
     ),
     *RUN_SETTINGS,
     *CHECKPOINT_SETTINGS,
@@ -243,22 +241,22 @@ def resolve(
     check_file: Callable[[Path], None] = lambda _path: None,
     on_error: ErrorHandler = raise_error,
 ) -> Settings:
-    """Return every setting, from the most to the least specific place that has it.
+    """Return every setting, from the most specific source that has it.
 
     Args:
         flags: Values given on the command line by setting key; None means not given.
         env: The environment.
         config_file: ``--config``; it must exist, as must the one in ``GPUOPS_CONFIG``.
         is_root: Root has system directories and trusts only system files.
-        check_file: Is shown the file before it is read; raises where it may not be believed.
-        on_error: Receives each mistake; where it raises nothing, the default takes its place.
+        check_file: Is called with the file before it is read; raises if it is not trusted.
+        on_error: Receives each error; if it does not raise, the default is used.
 
     Raises:
-        ConfigError: A file that is not there or not TOML, an unknown key, a bad value.
+        ConfigError: A missing file, one that is not TOML, an unknown key, a bad value.
     """
     file = read_or_default(lambda: find_file(config_file, env, is_root=is_root), on_error, None)
-    nothing: Mapping[str, object] = {}
-    table = read_or_default(lambda: _read_table(file, check_file, on_error), on_error, nothing)
+    no_settings: Mapping[str, object] = {}
+    table = read_or_default(lambda: _read_table(file, check_file, on_error), on_error, no_settings)
     resolved = {}
     for setting in SETTINGS:
         default = SettingValue(setting.default(env, is_root), "default")
@@ -294,7 +292,7 @@ def resolve(
 def _read_table(
     file: Path | None, check_file: Callable[[Path], None], on_error: ErrorHandler
 ) -> Mapping[str, object]:
-    """Return the settings in *file* by key, each of which can be read."""
+    """Return the valid settings in *file* by key."""
     if file is None:
         return {}
     check_file(file)
@@ -305,7 +303,7 @@ def _read_table(
         try:
             _parse_value(_BY_KEY[key], table[key], f"file {file}")
         except ConfigError as exc:
-            on_error(exc)  # also where a flag or the environment wins
+            on_error(exc)  # also where a flag or the environment takes precedence
         else:
             valid[key] = table[key]
     return valid
@@ -336,13 +334,13 @@ def _parse_value(setting: Setting, raw: object, origin: str) -> SettingValue:
 
 
 def find_file(explicit: Path | None, env: Mapping[str, str], *, is_root: bool) -> Path | None:
-    """Return the configuration file to read, or None where there is none.
+    """Return the configuration file to read, or None.
 
-    A file that nobody named and that this user may not read counts as absent, with a warning: the
+    A default file that this user may not read counts as absent, with a warning: the
     home in the environment may be another user's (``su`` without ``-``, a squashed root).
 
     Raises:
-        ConfigError: A file that was named is not there, or is no file.
+        ConfigError: A named file does not exist or is not a file.
     """
     named = explicit or (Path(env["GPUOPS_CONFIG"]) if env.get("GPUOPS_CONFIG") else None)
     if named is not None:
@@ -363,11 +361,11 @@ def _is_readable(path: Path) -> bool:
         if not path.is_file():
             return False
     except PermissionError:
-        _log.warning("left %s out: this user may not look there", path)
+        _log.warning("ignored %s: this user may not read its directory", path)
         return False
     if os.access(path, os.R_OK):
         return True
-    _log.warning("left %s out: this user may not read it", path)
+    _log.warning("ignored %s: this user may not read it", path)
     return False
 
 
@@ -388,7 +386,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    # A fifo would be waited for, and a device read, for ever.
+    # Opening a FIFO, or reading a device, could block forever.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -413,7 +411,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, object]:
 def reject_unknown(
     keys: Iterable[str], valid: Iterable[str], where: str, on_error: ErrorHandler = raise_error
 ) -> None:
-    """Complain of each unknown key: what was probably meant, and the valid ones.
+    """Report each unknown key, with the closest and all valid keys.
 
     Raises:
         ConfigError: A key of *keys* is not in *valid*.

@@ -1,7 +1,7 @@
 """The settings of ``gpuops run``: the tables ``[run]`` and ``[checkpoint]``, its flags as well.
 
-A setting's value is the text that was written, once it is valid; the parsers say what a text means
-and raise ValueError that says what is wanted.
+A setting's value is the validated text; the parsers convert it and raise a ValueError that names
+what they expect.
 """
 
 import ipaddress
@@ -27,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """A setting's value and where it was found."""
+    """A setting's value and its origin."""
 
     value: Any
     origin: str
@@ -36,7 +36,7 @@ class SettingValue:
 def to_text(value: object) -> str:
     """Return *value*, text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ValueError("a non-empty string is wanted")
+        raise ValueError("expected a non-empty string")
     return value
 
 
@@ -51,7 +51,7 @@ def to_size(value: object) -> int:
         return value
     size = parse_bytes(to_text(value))
     if size <= 0:
-        raise ValueError("a size above zero is wanted")
+        raise ValueError("expected a size above zero")
     return size
 
 
@@ -60,17 +60,17 @@ def to_count(value: object) -> int | None:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1024:
-        raise ValueError("a number from 0 to 1024 is wanted")
+        raise ValueError("expected a number from 0 to 1024")
     return value
 
 
 def to_bool(value: object) -> bool:
-    """Return the truth of *value*: 1, 0, true, false."""
+    """Return the boolean in *value*: 1, 0, true, false."""
     words = {"1": True, "true": True, "0": False, "false": False, "": False}
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.lower() not in words:
-        raise ValueError("1 or 0 is wanted")
+        raise ValueError("expected 1 or 0")
     return words[value.lower()]
 
 
@@ -78,7 +78,7 @@ def to_positive(value: object) -> int:
     """Return *value*, a number from 1 to 1024."""
     count = to_count(value)
     if not count:
-        raise ValueError("a number from 1 to 1024 is wanted")
+        raise ValueError("expected a number from 1 to 1024")
     return count
 
 
@@ -91,7 +91,7 @@ def seconds_up_to(max_s: float) -> Callable[[object], float]:
         else:
             seconds = parse_seconds(to_text(value))
         if not 0 < seconds <= max_s:
-            raise ValueError(f"seconds above zero, up to {max_s:g}, are wanted")
+            raise ValueError(f"expected seconds above zero, up to {max_s:g}")
         return seconds
 
     return parse
@@ -99,7 +99,7 @@ def seconds_up_to(max_s: float) -> Callable[[object], float]:
 
 NODES_MAX = 65_536
 RESTARTS_MAX = 1_000_000
-# With a window: the time of each is kept, in a record that every agent reads at each change.
+# With a window, the control record keeps the time of each; every agent reads it at each change.
 WINDOW_RESTARTS_MAX = 1000
 DURATION_S_MAX = 30 * 86_400.0
 RESTARTS_DEFAULT = "3"
@@ -118,19 +118,19 @@ def parse_restarts(text: str) -> tuple[int, float | None]:
     """Return the budget in ``10`` or ``10/6h``: restarts, and the window in seconds if any."""
     number, slash, window = text.partition("/")
     if not number.strip().isdecimal() or int(number) > RESTARTS_MAX:
-        raise ValueError("a number of restarts is wanted, or one in a time as in 10/6h")
+        raise ValueError("expected a number of restarts, or a number in a window as in 10/6h")
     window_s = _parse_seconds(window) if slash else None
     if window_s is not None and window_s < WINDOW_S_MIN:
-        raise ValueError(f"no two restarts fall into {window_s:g} s; a time as in 10/6h is wanted")
+        raise ValueError(f"no two restarts fit into {window_s:g} s; expected a window as in 10/6h")
     if window_s is not None and int(number) > WINDOW_RESTARTS_MAX:
-        raise ValueError(f"at most {WINDOW_RESTARTS_MAX} restarts in a time are wanted")
+        raise ValueError(f"expected at most {WINDOW_RESTARTS_MAX} restarts in a window")
     return int(number), window_s
 
 
 def parse_node_count(text: str) -> int:
-    """Return a number of nodes, 1 at least."""
+    """Return a number of nodes, at least 1."""
     if not text.isdecimal() or not 1 <= int(text) <= NODES_MAX:
-        raise ValueError("a number of nodes is wanted, 1 at least")
+        raise ValueError("expected a number of nodes, at least 1")
     return int(text)
 
 
@@ -142,12 +142,12 @@ def parse_spare_count(text: str) -> int:
 def parse_on_exhausted(text: str) -> str:
     """Return ``shrink`` or ``requeue``."""
     if text not in ("shrink", "requeue"):
-        raise ValueError("shrink or requeue is wanted")
+        raise ValueError("expected shrink or requeue")
     return text
 
 
 def parse_hang_timeout(text: str) -> float | None:
-    """Return the seconds without a step that are a hang; None: learned; 0: never."""
+    """Return after how many seconds without a step a run hangs; None: learned; 0: never."""
     if text == "auto":
         return None
     return 0.0 if text == "off" else _parse_seconds(text, ", auto or off")
@@ -157,7 +157,7 @@ def parse_switch(text: str) -> bool:
     """Return whether *text* is ``on``."""
     words = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
     if text.lower() not in words:
-        raise ValueError("on or off is wanted")
+        raise ValueError("expected on or off")
     return words[text.lower()]
 
 
@@ -172,9 +172,9 @@ def parse_drain_grace(text: str) -> float:
 
 
 def parse_replicas(text: str) -> int:
-    """Return how many nodes are to have each checkpoint, from 1 to `REPLICAS_MAX`."""
+    """Return how many nodes hold each checkpoint, from 1 to `REPLICAS_MAX`."""
     if not text.isdecimal() or not 1 <= int(text) <= REPLICAS_MAX:
-        raise ValueError(f"a number from 1 to {REPLICAS_MAX} is wanted")
+        raise ValueError(f"expected a number from 1 to {REPLICAS_MAX}")
     return int(text)
 
 
@@ -184,49 +184,49 @@ def parse_http_address(text: str) -> tuple[str, int | None]:
         return LOOPBACK, None
     address, colon, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65_535:
-        raise ValueError("ADDRESS:PORT, PORT or off is wanted")
+        raise ValueError("expected ADDRESS:PORT, PORT or off")
     if not colon:
         return LOOPBACK, int(port)
     address = address.removeprefix("[").removesuffix("]")
     try:
         return str(ipaddress.ip_address(address)), int(port)
     except ValueError:
-        raise ValueError(f"{address!r} is not an IP address; ADDRESS:PORT is wanted") from None
+        raise ValueError(f"{address!r} is not an IP address; expected ADDRESS:PORT") from None
 
 
 def parse_exit_codes(text: str) -> frozenset[int]:
     """Return the exit codes in ``16,17``; none in an empty text."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() and 0 < int(word) < 256 for word in words):
-        raise ValueError("exit codes from 1 to 255 are wanted, as in 16,17")
+        raise ValueError("expected exit codes from 1 to 255, as in 16,17")
     return frozenset(map(int, words))
 
 
 def parse_function_name(text: str) -> str:
     """Return *text* where it names a function, as in ``site.policy:decide``."""
     if _FUNCTION.fullmatch(text) is None:
-        raise ValueError("the name of a function is wanted, as in site_policy:decide")
+        raise ValueError("expected the name of a function, as in site_policy:decide")
     return text
 
 
 def parse_absolute_path(text: str) -> str:
     """Return *text*, an absolute path."""
     if not Path(text).expanduser().is_absolute():
-        raise ValueError("an absolute path is wanted")
+        raise ValueError("expected an absolute path")
     return text
 
 
 def parse_checkpoint_mode(text: str) -> bool:
-    """Return whether checkpoints are kept in memory at all: ``auto`` or ``off``."""
+    """Return whether checkpoints are kept in memory: ``auto`` or ``off``."""
     if text not in ("auto", "off"):
-        raise ValueError("auto or off is wanted")
+        raise ValueError("expected auto or off")
     return text == "auto"
 
 
 def parse_directory(text: str) -> str:
     """Return *text*, a directory or the URL of one; its ``~`` is not expanded yet."""
     if not text.strip() or "\0" in text:
-        raise ValueError("a directory, or a URL such as s3://bucket/name, is wanted")
+        raise ValueError("expected a directory, or a URL such as s3://bucket/name")
     return text
 
 
@@ -235,7 +235,7 @@ def parse_domain(text: str) -> str:
     names = text.split("/")
     is_path = len(names) <= DOMAIN_LEVELS_MAX and all(map(_DOMAIN_NAME.fullmatch, names))
     if not is_path and not (is_domain_file(text) and "\0" not in text):
-        raise ValueError("auto, off, a path like row1/rack3, or an absolute file is wanted")
+        raise ValueError("expected auto, off, a path like row1/rack3, or an absolute file")
     return text
 
 
@@ -256,14 +256,14 @@ def _parse_seconds(text: str, also_allowed: str = "") -> float:
         seconds = 0.0
     if not 0 < seconds <= DURATION_S_MAX:
         raise ValueError(
-            f"a time as in 90, 90s or 2h{also_allowed} is wanted, up to "
+            f"expected a time as in 90, 90s or 2h{also_allowed}, up to "
             f"{DURATION_S_MAX / 86400:g} days"
         )
     return seconds
 
 
 def _validated_text(parser: Callable[[str], object]) -> Callable[[object], str]:
-    """Return a reader of what TOML may hold: it gives the text, which *parser* has understood."""
+    """Return a parser of TOML values that returns their text once *parser* accepts it."""
 
     def parse(value: object) -> str:
         text = _as_text(value)
@@ -281,7 +281,7 @@ def _as_text(value: object) -> str:
     if isinstance(value, int | float):
         return f"{value:g}" if isinstance(value, float) else str(value)
     if not isinstance(value, str):
-        raise ValueError("text or a number is wanted")  # noqa: TRY004 as every reader's refusal
+        raise ValueError("expected text or a number")  # noqa: TRY004 parsers raise ValueError
     return value
 
 
@@ -313,30 +313,33 @@ def _checkpoint_setting(
 
 
 RUN_SETTINGS = (
+    _run_setting("spares", parse_spare_count, "0", "spare agents, which wait to replace a node"),
     _run_setting(
-        "spares", parse_spare_count, "0", "agents beyond those that train, which wait for a hole"
+        "min_nodes",
+        parse_node_count,
+        None,
+        "the least nodes to train with; unset: MIN of --nnodes=MIN:MAX",
     ),
     _run_setting(
-        "min_nodes", parse_node_count, None, "nodes that will do; unset: MIN of --nnodes=MIN:MAX"
+        "node_unit", parse_node_count, "1", "the number of training nodes is a multiple of this"
     ),
-    _run_setting("node_unit", parse_node_count, "1", "only multiples of so many nodes train"),
     _run_setting(
         "max_restarts",
         parse_restarts,
         RESTARTS_DEFAULT,
-        "restarts before the run fails: 3 in all, 10/6h: ten in any six hours",
+        "restarts before the run fails: 3 (of the entire run), or 10/6h (ten in any six hours)",
     ),
     _run_setting(
         "on_exhausted",
         parse_on_exhausted,
         None,
-        "with too few nodes: shrink, or requeue (exit 85); unset: shrink where fewer were allowed",
+        "with too few nodes: shrink, or requeue (exit 85); unset: shrink if fewer are allowed",
     ),
     _run_setting(
         "hang_timeout",
         parse_hang_timeout,
         "auto",
-        "so long without a step is a hang: auto (learned from the job), seconds, off",
+        "time without a step that counts as a hang: auto (learned from the job), seconds, off",
     ),
     _run_setting(
         "health_gate", parse_switch, "on", "check a node before it joins and after each failure"
@@ -345,19 +348,19 @@ RUN_SETTINGS = (
         "grow_after",
         parse_grow_after,
         GROW_AFTER_DEFAULT,
-        "how long a new node waits before the run restarts to take it in, or never",
+        "how long a new node waits before the run restarts to include it, or never",
     ),
     _run_setting(
         "drain_grace",
         parse_drain_grace,
         None,
-        "seconds from the scheduler's notice to its SIGKILL; unset: what Slurm says",
+        "seconds from the scheduler's notice to its SIGKILL; unset: from Slurm",
     ),
     _run_setting(
         "http",
         parse_http_address,
         "0",
-        "where an agent answers: PORT on loopback, ADDRESS:PORT, or off",
+        "where an agent serves HTTP: PORT on loopback, ADDRESS:PORT, or off",
     ),
     _run_setting(
         "restart_exit_codes",
@@ -369,19 +372,19 @@ RUN_SETTINGS = (
         "decide",
         parse_function_name,
         None,
-        "a function of yours that may overrule the restart decision",
+        "a function of the site that may override the restart decision",
     ),
     _run_setting(
         "token_file",
         parse_absolute_path,
         None,
-        "a file with the token that agents of one run prove (or GPUOPS_TOKEN)",
+        "a file with the token that authenticates the agents of a run (or GPUOPS_TOKEN)",
     ),
     _run_setting(
         "exit_code_file",
         parse_absolute_path,
         None,
-        "a file, there already, that gets the run's exit code: srun's is that of a killed task",
+        "an existing file to write the run's exit code to: srun returns that of a killed task",
     ),
 )
 
@@ -391,42 +394,42 @@ CHECKPOINT_SETTINGS = (
         "GPUOPS_CKPT",
         parse_checkpoint_mode,
         "auto",
-        "auto: gpuops run keeps a process that holds checkpoints in memory; off: it does not",
+        "auto: gpuops run starts a process that holds checkpoints in memory; off: it does not",
     ),
     _checkpoint_setting(
         "directory",
         "GPUOPS_CKPT_DIR",
         parse_directory,
         None,
-        "where checkpoints persist: a directory or a URL; unset: nowhere, unless the script says",
+        "where checkpoints persist: a directory or a URL; unset: what the script says, if anything",
     ),
     _checkpoint_setting(
         "lease",
         "GPUOPS_CKPT_LEASE",
         parse_duration,
         LEASE_DEFAULT,
-        "how long checkpoints in memory wait for the agent to come back after it was killed",
+        "how long checkpoints stay in memory after the agent was killed",
     ),
     _checkpoint_setting(
         "replicas",
         "GPUOPS_CKPT_REPLICAS",
         parse_replicas,
         "2",
-        "how many nodes of a run have each checkpoint in memory, the one that saved it among them",
+        "how many nodes of a run hold each checkpoint in memory, including the one that saved it",
     ),
     _checkpoint_setting(
         "domain",
         "GPUOPS_CKPT_DOMAIN",
         parse_domain,
         "auto",
-        "what fails together with a node, so that copies lie elsewhere: auto (the switches that "
-        "Slurm tells of), off, a path like row1/rack3, or a file (topology.conf, or labels)",
+        "the failure domain of a node; copies lie in others: auto (the switches in Slurm's "
+        "topology), off, a path like row1/rack3, or a file (topology.conf, or labels)",
     ),
     _checkpoint_setting(
         "last_save",
         "GPUOPS_CKPT_LAST_SAVE",
         parse_duration,
         LAST_SAVE_DEFAULT,
-        "at most so long the end of a run waits until its newest checkpoint has persisted",
+        "how long the end of a run waits at most until its newest checkpoint has persisted",
     ),
 )

@@ -1,7 +1,7 @@
-"""What ``gpuops demo`` does: the commands that a user would type, one after the other.
+"""The steps of ``gpuops demo``: the commands that a user would type, one after the other.
 
-Every step is a real ``gpuops`` command line in a process of its own, printed before it runs, on a
-store and a spool inside the demo's own folder: nothing of the user's is read or written.
+Every step is a real ``gpuops`` command line in its own process, printed before it runs. Store and
+spool are in the demo's folder: the user's are neither read nor written.
 """
 
 import random
@@ -49,10 +49,10 @@ def demo_environment(env: Mapping[str, str], folder: Path) -> dict[str, str]:
 def run_demo(
     plan: DemoPlan, folder: Path, env: Mapping[str, str], print_line: Callable[[str], None]
 ) -> int:
-    """Run the four acts; return the training job's exit code, or the report's where that is worse.
+    """Run the demo; return the training job's exit code, or that of the injector or the report.
 
     Raises:
-        OSError: *folder* cannot be made.
+        OSError: *folder* cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     child_env = demo_environment(env, folder)
@@ -62,8 +62,8 @@ def run_demo(
 
     print_line(
         f"2. Train a small transformer on two ranks; rank {plan.victim_rank} gets SIGKILL at step "
-        f"{plan.kill_at_step} (seed {plan.seed}). Its state is kept in memory, outside of its "
-        "processes: it goes on from there."
+        f"{plan.kill_at_step} (seed {plan.seed}). A separate process holds its state in memory: "
+        "it resumes from there."
     )
     injector = _start_injector(plan, folder / "runs", child_env)
     command = ["run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "-m", "gpuops.demo.train"]
@@ -81,7 +81,7 @@ def run_demo(
     print_line("3. What happened, what did it cost, who was to blame?")
     report_code = _gpuops(["report"], child_env, print_line)
 
-    print_line(f"Everything is in {folder}. To look further, with the demo's store:")
+    print_line(f"Everything is in {folder}. To explore it, with the demo's store:")
     for line in (
         f"export GPUOPS_STORE={child_env['GPUOPS_STORE']} GPUOPS_SPOOL={child_env['GPUOPS_SPOOL']}",
         "gpuops incident ls",
@@ -107,7 +107,7 @@ def _start_injector(
 
 
 def _stop_injector(injector: "subprocess.Popen[bytes]") -> int:
-    """End the injector, which has nothing left to kill once the job is over."""
+    """Stop the injector, which has nothing to kill once the job has ended."""
     try:
         return injector.wait(timeout=5)
     except subprocess.TimeoutExpired:

@@ -1,10 +1,10 @@
 """A small real training job: a byte-level transformer over the runbooks that ship with gpuops.
 
-It is an ordinary torch script, and runs under plain ``torchrun`` as well. Of gpuops it uses the
-folder of its text and three lines for its checkpoints: the `Checkpointer` is told what to keep,
-`restore` says how many steps are done, and `step` keeps the state after each. What has to be the
-same after a restart is among what is kept, the place in the stream of data too: then the losses are
-those of a run that nothing happened to, bit for bit.
+It is an ordinary torch script, and runs under plain ``torchrun`` as well. From gpuops it uses the
+folder of its text and three lines for checkpointing: the `Checkpointer` is given the objects to
+save, `restore` returns how many steps are done, and `step` saves the state after each. The saved
+state includes the position in the data stream, so that the losses after a restart are bit for bit
+those of a run without a failure.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def main() -> None:
     )
     start = checkpointer.restore()
     if start and rank == 0:
-        sys.stdout.write(f"rank 0  goes on after step {start}\n")
+        sys.stdout.write(f"rank 0  resumes after step {start}\n")
 
     started = time.monotonic()
     stream = batches(read_text(), drawing)

@@ -1,1 +1,1 @@
-"""Faults put into a running job on purpose, to see it recover."""
+"""Fault injection into a running job, to test that it recovers."""

@@ -1,6 +1,6 @@
-"""Every injector there is: the one list.
+"""The list of all injectors, and faults drawn from a seed.
 
-Faults drawn from a seed: the same seed and the same run give the same faults.
+The same seed and the same run give the same faults.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
 def needs_run(scenario: Scenario) -> bool:
-    """Say whether *scenario* is about a process of a run."""
+    """Return whether *scenario* acts on a process of a run."""
     return "node" in scenario.options
 
 
-# How long each is held, in seconds; (0, 0) for what is not undone.
+# How long each is held, in seconds; (0, 0): it is not undone.
 HOLD_RANGE_S = {
     "kill-rank": (0.0, 0.0),
     "stop-rank": (2.0, 10.0),
@@ -50,7 +50,7 @@ HOLD_RANGE_S = {
     "kill-node": (0.0, 0.0),
     "freeze-node": (2.0, 25.0),  # below and above the 15 s after which a node counts as lost
 }
-# What a run on one node survives by itself.
+# Faults that a run on one node survives by itself.
 RANDOM_DEFAULT = ("kill-rank", "stop-rank", "slow-rank", "freeze-node")
 
 
@@ -60,7 +60,7 @@ def draw_fault(
     """Return a scenario out of *scenarios*, on one agent of *states* that has workers.
 
     Raises:
-        DrillError: There is none.
+        DrillError: No agent has workers.
     """
     with_workers = sorted((state for state in states if state.pids), key=lambda state: state.node)
     if not with_workers:

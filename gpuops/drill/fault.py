@@ -23,7 +23,7 @@ class UndoableStep:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Stop *victims* for a while and let them run for a while, again and again."""
+    """Stop and continue *victims* periodically."""
 
     victims: tuple[Victim, ...]
     stopped_s: float
@@ -32,10 +32,10 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Everything that is known before anything is touched.
+    """A planned fault: everything that is known before anything is changed.
 
     ``breaks`` and ``undone`` are sentences for the person who is asked for consent. ``for_s`` is
-    how long it is held; None: it is done once, and nothing in it is undone. The decorator
+    how long it is held; None: it is done once and not undone. The decorator
     `scenario` sets the name.
     """
 
@@ -51,7 +51,7 @@ class Fault:
     seed: int | None = None
 
     def about(self, state: AgentStateFile, rank: int | None = None) -> "Fault":
-        """Return this fault as one of *rank* in the run of *state*; of its node without a rank."""
+        """Return this fault with *rank*, or the node, of the run of *state* as its entity."""
         node = Entity(EntityKind.NODE, state.node)
         return replace(
             self,
@@ -70,7 +70,7 @@ class InjectionResult:
 
 
 def freeze(victims: tuple[Victim, ...]) -> tuple[UndoableStep, ...]:
-    """Return the changes that stop *victims*, and let them go on again."""
+    """Return the changes that stop *victims*, and continue them afterwards."""
     return tuple(
         UndoableStep(SendSignal(victim, "SIGSTOP"), SendSignal(victim, "SIGCONT"))
         for victim in victims
@@ -84,7 +84,7 @@ def kill(victims: tuple[Victim, ...], name: str = "SIGKILL") -> tuple[UndoableSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillTarget:
-    """The state files of a run's agents, and the machine.
+    """The state files of a run's agents, and the machine to break.
 
     ``uid`` is the user whose run may be broken. ``root`` is where ``/sys``, ``/proc`` and ``/dev``
     are.
@@ -97,7 +97,7 @@ class DrillTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillOptions:
-    """What was asked for; each injector reads what it declares in its ``options``."""
+    """The options of the command; each injector reads those that it declares in ``options``."""
 
     node: str | None = None
     rank: int | None = None
@@ -135,8 +135,8 @@ def scenario(name: str, summary: str, *options: str) -> Callable[[Plan], Scenari
     """Return the decorator that makes a function the injector *name*, which reads *options*."""
 
     def of(plan: Plan) -> Scenario:
-        def named(target: DrillTarget, wanted: DrillOptions) -> Fault:
-            return replace(plan(target, wanted), scenario=name)
+        def named(target: DrillTarget, chosen: DrillOptions) -> Fault:
+            return replace(plan(target, chosen), scenario=name)
 
         return Scenario(name=name, summary=summary, options=options, plan=named)
 
@@ -146,10 +146,10 @@ def scenario(name: str, summary: str, *options: str) -> Callable[[Plan], Scenari
 def select_agent(
     target: DrillTarget, options: DrillOptions, *, rank: int | None = None
 ) -> tuple[AgentStateFile, Victim]:
-    """Return the state file and the agent that are meant.
+    """Return the state file and the agent that *options* select.
 
     Raises:
-        DrillError: None is, several are, or the process is not the agent that the file tells of.
+        DrillError: None matches, several do, or the process is not the agent of the state file.
     """
     state = choose_state(target.states, node=options.node, rank=rank)
     if state.owner_uid != target.uid:
@@ -161,10 +161,10 @@ def select_agent(
 
 
 def required_rank(options: DrillOptions) -> int:
-    """Return the rank that was named.
+    """Return the rank in *options*.
 
     Raises:
-        UsageError: None was.
+        UsageError: There is none.
     """
     if options.rank is None:
         raise UsageError("which rank? name it with --rank")

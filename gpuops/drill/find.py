@@ -1,8 +1,8 @@
-"""Whom a signal may reach: a process that provably is an agent, worker or board of this very run.
+"""Which processes a signal may reach: an agent, worker or control store proven to be of this run.
 
-A state file is only a claim, and process ids are used again. So each process is looked at in
-``/proc``: who owns it, when it started, what it has open, whose child it is. A signal then goes
-through a pidfd, to the process that still has that start time.
+A state file is only a claim, and process ids are reused. So each process is verified in ``/proc``:
+its owner, its start time, its open files, its parent. A signal then goes through a pidfd, to the
+process that still has that start time.
 """
 
 import json
@@ -24,7 +24,7 @@ PID_MAX = 2**22  # PID_MAX_LIMIT of linux/threads.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStateFile:
-    """One agent's state file. ``owner_uid`` is who wrote it; nothing in it is believed as it is."""
+    """One agent's state file. ``owner_uid`` owns the file; its content is not trusted."""
 
     path: Path
     owner_uid: int
@@ -39,22 +39,22 @@ class AgentStateFile:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the run."""
+        """Return the run's folder."""
         return self.path.parent
 
 
 def read_raw_states(directory: Path) -> list[dict[str, Any]]:
     """Return the run states in *directory*, a run's own folder or the parent of several.
 
-    Of a parent only the newest run counts: folder names begin with the time.
+    In a parent only the newest run counts: folder names begin with the time.
     """
     return [body for _path, body in _newest(directory)]
 
 
 def read_states(directory: Path) -> list[AgentStateFile]:
-    """Return what the agents of a run publish in *directory*, chosen as by `newest_states`.
+    """Return the agents' state files in *directory*, chosen as by `read_raw_states`.
 
-    A file that makes no sense is left out.
+    A malformed file is skipped.
     """
     found = (_parse_state(path, body) for path, body in _newest(directory))
     return [item for item in found if item is not None]
@@ -63,10 +63,10 @@ def read_states(directory: Path) -> list[AgentStateFile]:
 def choose_state(
     states: Sequence[AgentStateFile], *, node: str | None, rank: int | None
 ) -> AgentStateFile:
-    """Return the agent that is meant: the one of *node*, the one with *rank*, or the only one.
+    """Return the state of the agent of *node*, the one with *rank*, or the only one.
 
     Raises:
-        DrillError: None is, or several are.
+        DrillError: None matches, or several do.
     """
     matching = [
         state
@@ -148,9 +148,9 @@ RING_BYTES_MAX = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrigger:
-    """Which rank, and when: at *at_step* of *generation*, of any where that is None.
+    """A rank that reaches *at_step* in *generation*, or in any generation if that is None.
 
-    The step is the ring's own; where the optimizer keeps none, its number of beats.
+    The step is that of the ring, or its number of heartbeats if the optimizer counts no steps.
     """
 
     rank: int
@@ -169,7 +169,7 @@ class RankAtStep:
 def find_rank_at_step(
     trigger: StepTrigger, states: Sequence[Mapping[str, Any]]
 ) -> RankAtStep | None:
-    """Return the process that is meant if one of *states* shows that it got there."""
+    """Return the process of *trigger* if one of *states* shows that it has reached its step."""
     for state in states:
         pids, generation = state.get("pids"), state.get("generation")
         pid = pids.get(str(trigger.rank)) if isinstance(pids, dict) else None
@@ -184,7 +184,7 @@ def find_rank_at_step(
 
 
 def has_reached(trigger: StepTrigger, states: Sequence[AgentStateFile]) -> bool:
-    """Say whether one of *states* shows the rank of *trigger* at its step."""
+    """Return whether one of *states* shows the rank of *trigger* at its step."""
     for state in states:
         if trigger.generation in {None, state.generation} and trigger.rank in state.pids:
             ring = state.ring_dir / f"rank{trigger.rank}.ring"
@@ -195,7 +195,7 @@ def has_reached(trigger: StepTrigger, states: Sequence[AgentStateFile]) -> bool:
 
 
 def newest_step(rank: int, generation: int, pid: int, ring: Path) -> int | None:
-    """Return the newest step in *ring*, None where it is not this process' ring."""
+    """Return the newest step in *ring*, None if it is not this process' ring."""
     try:
         with ring.open("rb") as file:
             data = file.read(RING_BYTES_MAX)
@@ -216,7 +216,7 @@ _READ_VARIABLES = ("GPUOPS_AGENT_PID", "GPUOPS_RING")
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """One process, told from any later one with its pid by the ticks at which it started."""
+    """One process, identified by its pid and its start time in clock ticks."""
 
     pid: int
     start_ticks: int
@@ -229,7 +229,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSnapshot:
-    """What ``/proc`` says of a process; ``env`` holds our own variables only."""
+    """A process as ``/proc`` shows it; ``env`` holds only gpuops' own variables."""
 
     pid: int
     start_ticks: int
@@ -241,7 +241,7 @@ class ProcessSnapshot:
 
 
 def inspect_process(pid: int) -> ProcessSnapshot | None:
-    """Return what there is to know of *pid*, None where it is gone."""
+    """Return the process *pid*, None if it has ended."""
     folder, known = Path(f"/proc/{pid}"), process(pid)
     try:
         uid = folder.stat().st_uid
@@ -263,9 +263,9 @@ def inspect_process(pid: int) -> ProcessSnapshot | None:
 
 
 def why_not_agent(state: AgentStateFile, process: ProcessSnapshot, uid: int) -> str | None:
-    """Return why *process* is not the agent that wrote *state*, None where it is.
+    """Return why *process* is not the agent that wrote *state*, None if it is.
 
-    It is by a file of the run that it has open: its journal, or the lock of its rings.
+    The agent has a file of the run open: its journal, or the lock of its rings.
     """
     if process.uid != uid:
         return f"it belongs to user {process.uid}"
@@ -276,23 +276,23 @@ def why_not_agent(state: AgentStateFile, process: ProcessSnapshot, uid: int) -> 
 
 
 def why_not_worker(state: AgentStateFile, process: ProcessSnapshot, agent: Victim) -> str | None:
-    """Return why *process* is not a worker of *agent*, None where it is its child or has its ring.
+    """Return why *process* is not a worker of *agent*, None if it is its child or has its ring.
 
-    A program may have overwritten its environment, and a container may sit between the two.
+    A program may overwrite its environment, and a container may be between the two.
     """
     if process.uid != agent.uid:
         return f"it belongs to user {process.uid}"
     if process.start_ticks < agent.start_ticks:
         return "it is older than the agent"
     rings = f"{state.ring_dir.parent}/"
-    knows = process.env.get("GPUOPS_AGENT_PID") == str(agent.pid) and process.env.get(
+    is_tagged = process.env.get("GPUOPS_AGENT_PID") == str(agent.pid) and process.env.get(
         "GPUOPS_RING", ""
     ).startswith(rings)
-    return None if knows or process.parent == agent.pid else "the agent did not start it"
+    return None if is_tagged or process.parent == agent.pid else "the agent did not start it"
 
 
 def why_not_control_store(process: ProcessSnapshot, uid: int) -> str | None:
-    """Return why *process* is not the store of a run, None where it is."""
+    """Return why *process* is not the control store of a run, None if it is."""
     if process.uid != uid:
         return f"it belongs to user {process.uid}"
     return None if STORE_SERVER_MODULE in process.argv else f"it does not run {STORE_SERVER_MODULE}"
@@ -302,7 +302,7 @@ def find_agent(state: AgentStateFile, uid: int) -> Victim:
     """Return the agent of *state*, which must be of user *uid*.
 
     Raises:
-        DrillError: There is none any more, or it is not what the file says.
+        DrillError: It has ended, or the process is not the agent.
     """
     what = f"the agent of node {state.node}"
     process = _required_process(state.agent_pid, what)
@@ -314,7 +314,7 @@ def find_worker(state: AgentStateFile, rank: int, agent: Victim) -> Victim:
     """Return the worker with *rank*.
 
     Raises:
-        DrillError: As for `agent_of`.
+        DrillError: As for `find_agent`.
     """
     what = f"rank {rank}"
     if rank not in state.pids:
@@ -325,7 +325,7 @@ def find_worker(state: AgentStateFile, rank: int, agent: Victim) -> Victim:
 
 
 def find_workers(state: AgentStateFile, agent: Victim) -> tuple[Victim, ...]:
-    """Return the workers that there are, by rank; those that have ended are left out."""
+    """Return the running workers, by rank."""
     found = []
     for rank in sorted(state.pids):
         with suppress(DrillError):
@@ -337,7 +337,7 @@ def find_control_store(state: AgentStateFile, agent: Victim) -> Victim:
     """Return the process that serves the control store of the run, started by *agent*.
 
     Raises:
-        DrillError: None runs on this node, or it is not one.
+        DrillError: None runs on this node, or the process is not one.
     """
     what = "the store of the run"
     if state.control_store_pid is not None:
@@ -354,7 +354,7 @@ def find_control_store(state: AgentStateFile, agent: Victim) -> Victim:
 def find_descendants(agent: Victim, *, excluded: Iterable[Victim] = ()) -> tuple[Victim, ...]:
     """Return every process below *agent*: workers, their helpers, what they started.
 
-    This process and those above it are left out, as is what runs the store of the run.
+    Without this process, its ancestors, and the control store.
     """
     excluded_pids = {victim.pid for victim in excluded} | set(_ancestors(os.getpid()))
     found = []
@@ -366,7 +366,7 @@ def find_descendants(agent: Victim, *, excluded: Iterable[Victim] = ()) -> tuple
 
 
 def send(victim: Victim, number: signal.Signals) -> bool:
-    """Signal *victim* if it is still the one that was looked at; say whether it was."""
+    """Signal *victim* if its pid is still that process; return whether it is."""
     if victim.pid == os.getpid():
         return False
     try:
@@ -387,7 +387,7 @@ def send(victim: Victim, number: signal.Signals) -> bool:
 
 
 def has_ended(victim: Victim) -> bool:
-    """Say whether *victim* runs no more; a zombie that nobody has reaped does not run."""
+    """Return whether *victim* has ended; a zombie has."""
     now = process(victim.pid)
     return now is None or now.start_ticks != victim.start_ticks or now.state in _ENDED
 

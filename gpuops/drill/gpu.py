@@ -1,8 +1,8 @@
-"""Fault injectors: the kernel log says that a GPU is sick, in the words of NVIDIA's driver.
+"""Fault injectors: Xid lines in the kernel log, in the format of NVIDIA's driver.
 
-The line names the rehearsal. The kernel marks what a program writes into its log, so a check of the
-node never takes it for the driver's own; an agent of ours acts on it because it is marked.
-A storm is the same Xid of a GPU again and again, thousands of lines.
+The line names the rehearsal. The kernel marks what a program writes into its log, so a node check
+never mistakes it for the driver's; a gpuops agent reacts to the mark. A storm is thousands of lines
+of the same Xid of one GPU.
 """
 
 import re
@@ -28,11 +28,11 @@ def sick_gpu(target: DrillTarget, options: DrillOptions) -> Fault:
 
 
 def xid_fault(target: DrillTarget, options: DrillOptions, *, xid: int, count: int) -> Fault:
-    """Return a fault of *count* Xid lines; ``--xid`` and ``--address`` go before the defaults.
+    """Return a fault of *count* Xid lines; ``--xid`` and ``--address`` override the defaults.
 
     Raises:
-        UsageError: Not an Xid, or not an address on the PCI bus.
-        DrillError: There is no such log here.
+        UsageError: Not an Xid, or not a PCI address.
+        DrillError: There is no kernel log.
     """
     code = xid if options.xid is None else options.xid
     address = options.address or DEFAULT_ADDRESS
@@ -46,9 +46,9 @@ def xid_fault(target: DrillTarget, options: DrillOptions, *, xid: int, count: in
     lines = tuple(log_line(path, address, code, number) for number in range(count))
     times = "" if count == 1 else f" {count} times"
     return Fault(
-        breaks=f"The kernel log says{times} that the GPU at {address} has Xid {code}. "
-        "No GPU is touched.",
-        undone="Nothing undoes it: the line stays in the log, marked as a rehearsal.",
+        breaks=f"The kernel log reports{times} that the GPU at {address} has Xid {code}. "
+        "No GPU is affected.",
+        undone="It is not undone: the line stays in the log, marked as a rehearsal.",
         entities=(Entity(EntityKind.GPU, address),),
         changes=(UndoableStep(WriteLines(str(path), lines)),),
     )

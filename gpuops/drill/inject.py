@@ -1,4 +1,4 @@
-"""Doing what a fault says, holding it for its time, undoing it."""
+"""Inject a fault, hold it for its time, undo it."""
 
 import signal
 from collections.abc import Callable
@@ -11,25 +11,25 @@ from gpuops.drill.undo import UndoProcess
 from gpuops.errors import DrillError
 from gpuops.host.clock import Clock
 
-# The keeper acts by itself this much later, should the injector be stopped or stuck.
+# The undo process acts by itself this much later if the injector is stopped or stuck.
 UNDO_MARGIN_S = 5.0
 Wait = Callable[[float], object]
 
 
 def inject(fault: Fault, clock: Clock, wait: Wait) -> InjectionResult:
-    """Do what *fault* says; return once its time is over and it is undone.
+    """Inject *fault*; return once its time is over and it is undone.
 
-    A deed that cannot be done is told of in the outcome, and the others are done all the same: a
-    process may have ended meanwhile. What was done is undone however this call ends; where the
-    whole process is killed, by the keeper.
+    A step that fails is listed in the result and the others are done anyway: a process may have
+    ended meanwhile. Steps are undone however this call ends; if this process is killed, by the
+    undo process.
 
     Args:
         fault: The plan.
-        clock: Its monotonic time counts.
-        wait: Waits for so many seconds.
+        clock: For its monotonic time.
+        wait: Waits for a number of seconds.
 
     Raises:
-        DrillError: Nothing could be done; nothing was changed.
+        DrillError: Every step failed; nothing was changed.
     """
     with ExitStack() as cleanup:
         undo_process = _start_undo_process(fault)
@@ -51,7 +51,7 @@ def inject(fault: Fault, clock: Clock, wait: Wait) -> InjectionResult:
 def _start_undo_process(fault: Fault) -> UndoProcess | None:
     if fault.pulse is None and all(change.undo is None for change in fault.changes):
         return None
-    assert fault.for_s is not None, "what is undone has its time"
+    assert fault.for_s is not None, "a fault that is undone has a duration"
     undo_process = UndoProcess(fault.for_s + UNDO_MARGIN_S)
     if fault.pulse is not None:
         for victim in fault.pulse.victims:
@@ -66,14 +66,14 @@ def _perform_steps(
         if undo_process is not None and change.undo is not None:
             undo_process.register_undo(change.undo)
         try:
-            let_go = None if change.do is None else perform(change.do)
+            release = None if change.do is None else perform(change.do)
         except DrillError as exc:
             failed.append(str(exc))
             if undo_process is not None and change.undo is not None:
                 undo_process.unregister_last()
             continue
-        if let_go is not None:
-            cleanup.callback(let_go)
+        if release is not None:
+            cleanup.callback(release)
 
 
 def _hold(end_ns: int, clock: Clock, wait: Wait) -> None:

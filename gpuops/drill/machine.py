@@ -1,4 +1,4 @@
-"""Fault injectors: for a while a file system is full, or memory is short."""
+"""Fault injectors: a file system is full, or memory is short, for a while."""
 
 import contextlib
 import mmap
@@ -23,7 +23,7 @@ _SPARE_BYTES = 512 * 2**20  # of address space, for Python itself
 
 
 def main() -> None:
-    """Take the memory, touch every page of it, say ``full``, wait."""
+    """Allocate the memory, touch every page of it, print ``full``, wait."""
     size = int(sys.argv[1])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -50,25 +50,25 @@ _MIB = 2**20
 
 @scenario(
     "fill-disk",
-    "Take the room of a file system, then give it back.",
+    "Fill a file system, then free the space.",
     "directory",
     "size_bytes",
     "leave_bytes",
     "for_s",
 )
 def fill_disk(target: DrillTarget, options: DrillOptions) -> Fault:  # noqa: ARG001 it needs no run
-    """Return the fault: a nameless file of a size, or one that leaves so much room."""
+    """Return the fault: an unlinked file of a size, or one that leaves that much space."""
     if options.directory is None:
-        raise UsageError("which directory? name one on the file system that is to fill up: --dir")
+        raise UsageError("which directory? name one on the file system to fill: --dir")
     free = free_bytes(Path(options.directory))
     size = size_to_take(free, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
     for_s = FILL_DISK_FOR_S if options.for_s is None else options.for_s
     remaining_bytes = free - size
     return Fault(
-        breaks=f"{size / _MIB:.0f} MiB of the file system of {options.directory} are taken; "
-        f"{remaining_bytes / _MIB:.1f} MiB are left to everybody who writes there.",
-        undone=f"After {format_seconds(for_s)} the room is given back; by the kernel, should this "
-        "command be killed.",
+        breaks=f"{size / _MIB:.0f} MiB of the file system of {options.directory} are used up; "
+        f"{remaining_bytes / _MIB:.1f} MiB are left for all its users.",
+        undone=f"After {format_seconds(for_s)} the space is freed; by the kernel if this command "
+        "is killed.",
         changes=(UndoableStep(TakeSpace(options.directory, size)),),
         for_s=for_s,
     )
@@ -79,14 +79,14 @@ def size_to_take(free_bytes: int, *, size_bytes: int | None, leave_bytes: int | 
 
     Raises:
         UsageError: Not exactly one of the two was given, or it is below zero.
-        DrillError: There is not that much.
+        DrillError: That much is not free.
     """
     if (size_bytes is None) == (leave_bytes is None):
         raise UsageError("how much? give either --size or --leave")
-    asked = size_bytes if size_bytes is not None else leave_bytes
-    if asked is None or asked < 0:
-        raise UsageError(f"{asked} bytes: not below zero")
-    size = size_bytes if size_bytes is not None else free_bytes - asked
+    requested = size_bytes if size_bytes is not None else leave_bytes
+    if requested is None or requested < 0:
+        raise UsageError(f"{requested} bytes: not below zero")
+    size = size_bytes if size_bytes is not None else free_bytes - requested
     if size > free_bytes:
         raise DrillError(f"only {free_bytes} bytes are free, fewer than --size {size}")
     if size <= 0:
@@ -95,26 +95,26 @@ def size_to_take(free_bytes: int, *, size_bytes: int | None, leave_bytes: int | 
 
 
 MEMORY_HOG_FOR_S = 30.0
-# Below this the kernel may well end something else first, whatever is offered to it.
+# Below this the kernel may kill another process first, whatever its OOM score.
 MEMORY_LEFT_BYTES_MIN = 256 * 2**20
 
 
-@scenario("memory-hog", "Take memory, then give it back.", "size_bytes", "leave_bytes", "for_s")
+@scenario("memory-hog", "Use up memory, then free it.", "size_bytes", "leave_bytes", "for_s")
 def memory_hog(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: a child holds memory; the kernel would end it before anything else."""
+    """Return the fault: a child holds memory; the OOM killer would kill it first."""
     available = read_memory(target.root).available_bytes
     size = size_to_take(available, size_bytes=options.size_bytes, leave_bytes=options.leave_bytes)
     if available - size < MEMORY_LEFT_BYTES_MIN:
         raise DrillError(
             f"it would leave {(available - size) / _MIB:.0f} MiB of memory; with less than "
-            f"{MEMORY_LEFT_BYTES_MIN / _MIB:.0f} MiB the kernel kills what it likes"
+            f"{MEMORY_LEFT_BYTES_MIN / _MIB:.0f} MiB the kernel may kill any process"
         )
     for_s = MEMORY_HOG_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        breaks=f"{size / _MIB:.0f} MiB of memory are taken by a child of this command; "
+        breaks=f"A child of this command allocates {size / _MIB:.0f} MiB of memory; "
         f"{(available - size) / _MIB:.0f} MiB are left.",
-        undone=f"After {format_seconds(for_s)} the child ends; also with this command. The kernel "
-        "would end it before anything else.",
+        undone=f"After {format_seconds(for_s)} the child ends, or with this command. "
+        "The OOM killer would kill it first.",
         changes=(UndoableStep(TakeMemory(size)),),
         for_s=for_s,
     )

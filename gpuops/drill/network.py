@@ -1,10 +1,10 @@
 """Fault injectors of the network: this machine is cut off, or a link gets slow.
 
-With ``--interface`` a cut link is down for everybody. With ``--peer`` a blackhole route swallows
-what is sent to that address: nothing else on the machine notices.
+With ``--interface`` a cut link is down for all processes. With ``--peer`` a blackhole route drops
+what is sent to that address; no other traffic is affected.
 
-A slow link has delay, loss or a low rate by tc(8). Delay and loss need the kernel's ``sch_netem``,
-which not every kernel has; a rate alone goes through ``tbf``.
+A slow link has delay, loss or a low rate, set by tc(8). Delay and loss need the kernel module
+``sch_netem``, which not every kernel has; a rate alone uses ``tbf``.
 """
 
 import ipaddress
@@ -30,15 +30,15 @@ from gpuops.model import Entity, EntityKind
 
 
 def check_interface(target: DrillTarget, interface: str) -> str:
-    """Return *interface* if it is one and may be changed.
+    """Return *interface* if it exists and may be changed.
 
     Raises:
-        UsageError: It is the loopback, which much else on this machine needs.
-        DrillError: It is not there, or this process may not change it.
+        UsageError: It is the loopback, which other programs need.
+        DrillError: It does not exist, or this process may not change it.
     """
     existing = interfaces(target.root)
     if interface == "lo":
-        raise UsageError("--interface lo: too much else on this machine needs the loopback")
+        raise UsageError("--interface lo: too many programs on this machine need the loopback")
     if interface not in existing:
         raise DrillError(f"no interface {interface}; there are {', '.join(existing) or 'none'}")
     check_permission(target)
@@ -46,7 +46,7 @@ def check_interface(target: DrillTarget, interface: str) -> str:
 
 
 def check_permission(target: DrillTarget) -> None:
-    """Return if this process may change links and routes.
+    """Check that this process may change links and routes.
 
     Raises:
         DrillError: It may not.
@@ -56,7 +56,7 @@ def check_permission(target: DrillTarget) -> None:
 
 
 def host_prefix(address: str) -> str:
-    """Return *address* with the prefix length that means it alone.
+    """Return *address* with the prefix length of a single host.
 
     Raises:
         UsageError: Not an IP address.
@@ -77,22 +77,21 @@ CUT_LINK_FOR_S = 30.0  # above the 15 s after which peers count a silent agent a
 def cut_link(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: a link down, or routes that lead nowhere."""
     if (options.interface is None) == (not options.peers):
-        raise UsageError("what is to be cut? either --interface or --peer (which may be repeated)")
+        raise UsageError("what to cut? either --interface or --peer (which may be repeated)")
     for_s = CUT_LINK_FOR_S if options.for_s is None else options.for_s
     if options.interface is None:
         return _towards(target, options.peers, for_s)
     name = check_interface(target, options.interface)
     kept_routes = routes(name)
-    # Neither root nor the kernel would bring these back.
+    # Nothing else would restore these.
     kept = [("ip", "route", "replace", *words, "dev", name) for words in kept_routes]
     kept += [("ip", "-6", "addr", "replace", it, "dev", name) for it in global_addresses6(name)]
     is_default = any(words[0] == "default" for words in kept_routes)
-    shell = " The default route goes through it: so may your shell." if is_default else ""
+    shell = " The default route uses it: your shell may depend on it." if is_default else ""
     return Fault(
-        breaks=f"Interface {name} goes down: nothing gets through it, not of the run alone.{shell}",
-        undone=f"After {format_seconds(for_s)} it comes up again with its routes "
-        "and addresses, also when "
-        "this command ends or is killed.",
+        breaks=f"Interface {name} goes down, for all processes, not only the run.{shell}",
+        undone=f"After {format_seconds(for_s)} it comes up again with its routes and addresses, "
+        "also when this command ends or is killed.",
         entities=(Entity(EntityKind.LINK, name),),
         changes=(
             *(UndoableStep(None, RunProgram(words)) for words in reversed(kept)),
@@ -109,9 +108,9 @@ def _towards(target: DrillTarget, peers: tuple[str, ...], for_s: float) -> Fault
     check_permission(target)
     prefixes = [host_prefix(peer) for peer in peers]
     return Fault(
-        breaks=f"Nothing that this machine sends to {', '.join(peers)} leaves it.",
+        breaks=f"All packets from this machine to {', '.join(peers)} are dropped.",
         undone=(
-            f"After {format_seconds(for_s)} it does again, also when this command ends or is "
+            f"After {format_seconds(for_s)} they are sent again, also when this command ends or is "
             "killed."
         ),
         entities=tuple(Entity(EntityKind.LINK, peer) for peer in peers),
@@ -127,12 +126,12 @@ def _towards(target: DrillTarget, peers: tuple[str, ...], for_s: float) -> Fault
 
 
 SLOW_LINK_FOR_S = 60.0
-_QUEUE_MS = 400  # tc-tbf(8): how long a packet may wait before it is dropped
+_QUEUE_MS = 400  # tc-tbf(8): how long a packet may queue before it is dropped
 
 
 @scenario(
     "slow-link",
-    "Delay, lose or throttle what leaves by an interface.",
+    "Delay, lose or throttle what an interface sends.",
     "interface",
     "delay_ms",
     "loss_percent",
@@ -147,11 +146,10 @@ def slow_link(target: DrillTarget, options: DrillOptions) -> Fault:
     name = check_interface(target, options.interface)
     other = own_qdisc(name)
     if other is not None:
-        raise DrillError(f"{name} has a queueing discipline of its own ({other}); it is left alone")
+        raise DrillError(f"{name} already has a queueing discipline ({other}); nothing was changed")
     for_s = SLOW_LINK_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        breaks=f"What leaves through interface {name} gets {_described(options)}, not of the run "
-        "alone.",
+        breaks=f"All that interface {name} sends, not only of the run, gets {_described(options)}.",
         undone=(
             f"After {format_seconds(for_s)} it is as before, also when this command ends or "
             "is killed."
@@ -168,10 +166,10 @@ def slow_link(target: DrillTarget, options: DrillOptions) -> Fault:
 
 
 def discipline(options: DrillOptions) -> tuple[str, ...]:
-    """Return the words of tc(8) for what is wanted.
+    """Return the arguments of tc(8) for *options*.
 
     Raises:
-        UsageError: Nothing is, or a number makes no sense.
+        UsageError: There are none, or a number is out of range.
     """
     delay, loss, rate = options.delay_ms, options.loss_percent, options.rate_mbit
     if delay is None and loss is None and rate is None:

@@ -38,7 +38,7 @@ POLL_S = 0.005
 
 
 def kill_process(pid: int, seen: Process | None) -> bool:
-    """SIGKILL *pid* if it is still the process that was *seen*; say whether it was."""
+    """SIGKILL *pid* if it is still the process *seen*; return whether it is."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
@@ -62,7 +62,7 @@ def kill_at_step(
     clock: Clock,
     wait: Callable[[float], object],
 ) -> RankAtStep | None:
-    """Kill the rank when it is there; return it, None if *deadline_s* passed first."""
+    """Kill the rank once it reaches the step; return it, None if *deadline_s* passed first."""
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
     seen: dict[int, Process | None] = {}
     while clock.mono_ns() < end_ns:
@@ -78,7 +78,7 @@ def kill_at_step(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, wait, kill, and say so."""
+    """Parse the command line, wait for the step, kill the rank, print what was done."""
     parser = argparse.ArgumentParser(prog="gpuops.drill.processes", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="a run's folder or its parent")
     parser.add_argument("--rank", type=int, required=True)
@@ -107,7 +107,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# What ends a process and is seen in the field: crashes, aborts of a watchdog, the OOM killer.
+# Signals that end processes in practice: crashes, aborts of a watchdog, the OOM killer.
 KILL_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGTERM")
 
 
@@ -121,7 +121,7 @@ def kill_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     victim = find_worker(state, rank, agent)
     return Fault(
         breaks=f"{victim} on node {state.node} gets {name}.",
-        undone="Nothing undoes it: the run restarts its workers, or ends.",
+        undone="It is not undone: the run restarts its workers, or ends.",
         changes=kill((victim,), name),
     ).about(state, rank)
 
@@ -132,43 +132,41 @@ def kill_agent(target: DrillTarget, options: DrillOptions) -> Fault:
     state, agent = select_agent(target, options, rank=options.rank)
     return Fault(
         breaks=f"{agent} gets SIGKILL. Its workers die with it.",
-        undone="Nothing undoes it; start `gpuops run` on this node again.",
+        undone="It is not undone; start `gpuops run` on this node again.",
         changes=kill((agent,)),
     ).about(state)
 
 
 @scenario("kill-node", "Kill everything of the run on a node at once.", "node", "rank")
 def kill_node(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: SIGKILL to the agent, to all below it, and to the store of the run here."""
+    """Return the fault: SIGKILL to the agent, its descendants, and a control store on this node."""
     state, agent = select_agent(target, options, rank=options.rank)
     victims, stores = [agent, *find_descendants(agent)], ""
     with suppress(DrillError):
         victims.append(find_control_store(state, agent))
-        stores = "; the store of the run is among them"
+        stores = ", including the store of the run"
     return Fault(
         breaks=f"All {len(victims)} processes of {agent} get SIGKILL{stores}.",
-        undone="Nothing undoes it; start `gpuops run` on this node again.",
+        undone="It is not undone; start `gpuops run` on this node again.",
         changes=kill(tuple(victims)),
     ).about(state)
 
 
-@scenario(
-    "stop-rank", "Stop one rank (SIGSTOP); with --for it goes on again.", "node", "rank", "for_s"
-)
+@scenario("stop-rank", "Stop one rank (SIGSTOP); with --for it continues.", "node", "rank", "for_s")
 def stop_rank(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: the rank stands still, for good where no time is given."""
+    """Return the fault: the rank is stopped, for good without ``--for``."""
     rank = required_rank(options)
     state, agent = select_agent(target, options, rank=rank)
     victim = find_worker(state, rank, agent)
     if options.for_s is None:
-        undone = f"Nothing undoes it; `kill -CONT {victim.pid}` would."
+        undone = f"It is not undone; `kill -CONT {victim.pid}` continues it."
         changes = kill((victim,), "SIGSTOP")
     else:
         held = format_seconds(options.for_s)
-        undone = f"After {held} it goes on (SIGCONT), also when this command ends."
+        undone = f"After {held} it continues (SIGCONT), also if this command ends."
         changes = freeze((victim,))
     return Fault(
-        breaks=f"{victim} on node {state.node} stands still (SIGSTOP).",
+        breaks=f"{victim} on node {state.node} is stopped (SIGSTOP).",
         undone=undone,
         changes=changes,
         for_s=options.for_s,
@@ -182,7 +180,7 @@ SLOW_RANK_PERIOD_S = 0.2
 
 @scenario(
     "slow-rank",
-    "Slow one rank down by stopping it again and again.",
+    "Slow one rank down by stopping it periodically.",
     "node",
     "rank",
     "for_s",
@@ -195,13 +193,13 @@ def slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
         SLOW_RANK_SHARE if options.share is None else options.share,
     )
     if not 0 < share < 1:
-        raise UsageError(f"--share {share:g}: the part of the time that it stands still, 0 to 1")
+        raise UsageError(f"--share {share:g}: the share of the time that it is stopped, 0 to 1")
     state, agent = select_agent(target, options, rank=rank)
     victim = find_worker(state, rank, agent)
     for_s = SLOW_RANK_FOR_S if options.for_s is None else options.for_s
     return Fault(
-        breaks=f"{victim} on node {state.node} stands still for {share:.0%} of the time.",
-        undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
+        breaks=f"{victim} on node {state.node} is stopped for {share:.0%} of the time.",
+        undone=f"After {format_seconds(for_s)} it runs normally again, also if this command ends.",
         pulse=Pulse((victim,), share * SLOW_RANK_PERIOD_S, (1 - share) * SLOW_RANK_PERIOD_S),
         for_s=for_s,
     ).about(state, rank)
@@ -213,17 +211,17 @@ FREEZE_NODE_FOR_S = 30.0
 
 @scenario(
     "freeze-node",
-    "Stop everything of the run on a node, then let it go on.",
+    "Stop everything of the run on a node, then continue it.",
     "node",
     "rank",
     "for_s",
     "store",
 )
 def freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: SIGSTOP to the agent and all below it.
+    """Return the fault: SIGSTOP to the agent and its descendants.
 
-    The agent stops first, so that it does not see its workers stop. It also thaws last (what was
-    done last is undone first): the worst order for those who must not train any more.
+    The agent stops first, so that it does not see its workers stop. It also continues last (steps
+    are undone in reverse): the worst order for workers that must no longer train.
     """
     state, agent = select_agent(target, options, rank=options.rank)
     victims = [agent, *find_descendants(agent)]
@@ -232,14 +230,14 @@ def freeze_node(target: DrillTarget, options: DrillOptions) -> Fault:
     for_s = FREEZE_NODE_FOR_S if options.for_s is None else options.for_s
     stores = " and the store of the run" if options.store else ""
     return Fault(
-        breaks=f"All {len(victims)} processes of {agent}{stores} stand still (SIGSTOP).",
-        undone=f"After {format_seconds(for_s)} they go on (SIGCONT), also when this command ends.",
+        breaks=f"All {len(victims)} processes of {agent}{stores} are stopped (SIGSTOP).",
+        undone=f"After {format_seconds(for_s)} they continue (SIGCONT), also if this command ends.",
         changes=freeze(tuple(victims)),
         for_s=for_s,
     ).about(state)
 
 
-# What `--signal=USR1@120` sends ahead of the end, and what scancel and preemption send.
+# What `--signal=USR1@120` sends before the end, and what scancel and preemption send.
 PREEMPT_SIGNALS = ("SIGUSR1", "SIGTERM")
 
 
@@ -254,7 +252,7 @@ def preempt(target: DrillTarget, options: DrillOptions) -> Fault:
     state, agent = select_agent(target, options, rank=options.rank)
     return Fault(
         breaks=f"{agent} gets {name}, as from Slurm: the run saves what it can and ends.",
-        undone="Nothing undoes it; submit the job again.",
+        undone="It is not undone; submit the job again.",
         changes=kill((agent,), name),
     ).about(state)
 
@@ -266,27 +264,27 @@ def kill_board(target: DrillTarget, options: DrillOptions) -> Fault:
     control_store = find_control_store(state, agent)
     return Fault(
         breaks=f"{control_store} on node {state.node} gets SIGKILL.",
-        undone="Nothing undoes it: without it the agents end with exit code 85.",
+        undone="It is not undone: without it the agents end with exit code 85.",
         changes=kill((control_store,)),
     ).about(state)
 
 
 SLOW_BOARD_FOR_S = 60.0
 SLOW_BOARD_DELAY_MS = 2000.0
-# Long enough for what has queued up meanwhile, short beside the delay.
+# Long enough to answer the queued requests, short compared with the delay.
 SLOW_BOARD_RUNNING_S = 0.1
 
 
 @scenario(
     "slow-board",
-    "Let the agents' store answer two seconds late.",
+    "Make the agents' store answer two seconds late.",
     "node",
     "rank",
     "for_s",
     "delay_ms",
 )
 def slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
-    """Return the fault: the store's process is stopped again and again."""
+    """Return the fault: the store's process is stopped periodically."""
     delay_ms = SLOW_BOARD_DELAY_MS if options.delay_ms is None else options.delay_ms
     if delay_ms <= 0:
         raise UsageError(f"--delay {delay_ms:g}: more than 0 ms")
@@ -295,7 +293,7 @@ def slow_board(target: DrillTarget, options: DrillOptions) -> Fault:
     for_s = SLOW_BOARD_FOR_S if options.for_s is None else options.for_s
     return Fault(
         breaks=f"{control_store} on node {state.node} answers up to {delay_ms:g} ms late.",
-        undone=f"After {format_seconds(for_s)} it runs freely again, also when this command ends.",
+        undone=f"After {format_seconds(for_s)} it runs normally again, also if this command ends.",
         pulse=Pulse((control_store,), delay_ms / 1000, SLOW_BOARD_RUNNING_S),
         for_s=for_s,
     ).about(state)

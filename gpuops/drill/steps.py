@@ -1,6 +1,6 @@
-"""The single deeds that faults are made of, as data: each can be shown, sent, done and tested.
+"""The steps of faults as data, so that each can be shown, sent to a process, performed and tested.
 
-A deed that holds something (the room of a file, memory) returns how to let go of it.
+A step that holds a resource (disk space, memory) returns the function that releases it.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class RunProgram:
-    """Run a program of this machine; *words* begin with its name."""
+    """Run a program; *words* begin with its name."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSpace:
-    """Hold *size_bytes* of the file system of *directory* in a file without a name.
+    """Hold *size_bytes* of the file system of *directory* in an unlinked file.
 
-    The kernel gives the room back when this process ends, in whatever way.
+    The kernel frees the space when this process ends, however it ends.
     """
 
     directory: str
@@ -54,7 +54,7 @@ class TakeSpace:
 
 @dataclass(frozen=True, slots=True)
 class WriteLines:
-    """Append *lines* to the file *path*, each in one write, as ``/dev/kmsg`` wants it."""
+    """Append *lines* to the file *path*, each in one write, as ``/dev/kmsg`` requires."""
 
     path: str
     lines: tuple[str, ...]
@@ -62,7 +62,7 @@ class WriteLines:
 
 @dataclass(frozen=True, slots=True)
 class TakeMemory:
-    """Hold *size_bytes* of memory in a child, the first that the kernel would kill for memory."""
+    """Hold *size_bytes* of memory in a child that the OOM killer would kill first."""
 
     size_bytes: int
 
@@ -72,10 +72,10 @@ _UNDO_STEPS = {"signal": SendSignal, "program": RunProgram}
 
 
 def to_json(step: Step) -> dict[str, Any]:
-    """Return *step*, one of those that undo something, for another process.
+    """Return *step*, one that can undo another, as JSON.
 
     Raises:
-        ValueError: A step of another kind.
+        ValueError: A step that cannot.
     """
     for kind, cls in _UNDO_STEPS.items():
         if isinstance(step, cls):
@@ -87,7 +87,7 @@ def from_json(data: Mapping[str, Any]) -> Step:
     """Return the step in *data*.
 
     Raises:
-        KeyError, TypeError, ValueError: Not one.
+        KeyError, TypeError, ValueError: Not a step.
     """
     if data["kind"] == "signal":
         return SendSignal(Victim(**data["victim"]), str(signal.Signals[data["name"]].name))
@@ -97,10 +97,10 @@ def from_json(data: Mapping[str, Any]) -> Step:
 
 
 def perform(step: Step) -> Release | None:
-    """Do *step*; return how to let go of what it holds, None where it holds nothing.
+    """Perform *step*; return the function that releases what it holds, if anything.
 
     Raises:
-        DrillError: It could not be done; says why.
+        DrillError: It failed; says why.
     """
     match step:
         case SendSignal():
@@ -141,7 +141,7 @@ def _write(step: WriteLines) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    # The kernel takes ten lines in five seconds from one opening of its log (printk_devkmsg).
+    # The kernel accepts ten lines in five seconds from one open file of its log (printk_devkmsg).
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
         os.write(fd, line.encode() + b"\n")
@@ -161,7 +161,7 @@ def _take_space(step: TakeSpace) -> Release:
 
 
 def _grow(fd: int, size_bytes: int) -> None:
-    """Give the file its size, with room on the disk for all of it."""
+    """Extend the file to its size, with all blocks allocated."""
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError:
@@ -177,23 +177,23 @@ def _take_memory(step: TakeMemory) -> Release:
         hog = start_sidecar(argv, environ())
     except OSError as exc:
         raise DrillError(f"cannot start the memory hog: {exc.strerror}") from exc
-    if hog.hear() != "full":
-        code = hog.part()
+    if hog.read_line() != "full":
+        code = hog.wait()
         raise DrillError(f"the memory hog ended with {code} before it had its memory")
 
-    def let_go() -> None:
-        hog.part()
+    def release() -> None:
+        hog.wait()
 
-    return let_go
+    return release
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how much an ordinary user may still write into *directory*.
+    """Return the bytes that an unprivileged user may still write into *directory*.
 
     Raises:
-        DrillError: It cannot be looked at.
+        DrillError: It cannot be read.
     """
     try:
         return shutil.disk_usage(directory).free
     except OSError as exc:
-        raise DrillError(f"cannot look at {directory}: {exc.strerror}") from exc
+        raise DrillError(f"cannot read {directory}: {exc.strerror}") from exc

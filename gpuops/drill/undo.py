@@ -1,8 +1,8 @@
-"""Who undoes a fault, also when the injector is killed: ``python -m gpuops.drill.undo S``.
+"""The process that undoes a fault, even if the injector dies: ``python -m gpuops.drill.undo S``.
 
-It is told each undoing before the deed is done, and undoes all of them, the last one first, once
-its standard input closes or *S* seconds are over. It is in a session of its own and ignores the
-signals by which sessions and services are ended.
+It receives each undo step before the step itself is performed, and performs all of them, the last
+one first, once its standard input closes or *S* seconds are over. It runs in its own session and
+ignores the signals that end sessions and services.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ENDED_KIND = "drill.ended"
 
 
 def fault_to_json(fault: Fault) -> Json:
-    """Return what is told of *fault*, in events and by the command."""
+    """Return *fault* as events and the command report it."""
     return {
         "scenario": fault.scenario,
         "breaks": fault.breaks,
@@ -45,7 +45,7 @@ def fault_to_json(fault: Fault) -> Json:
 def injected_event(
     fault: Fault, *, node: str, uid: int, clock: Clock, randomness: Callable[[int], bytes]
 ) -> Event:
-    """Return the event that says that *fault* is about to be injected by user *uid*."""
+    """Return the event that user *uid* is about to inject *fault*."""
     return _event(
         INJECTED_KIND, fault, node, clock, randomness, {**fault_to_json(fault), "uid": uid}
     )
@@ -59,7 +59,7 @@ def ended_event(
     clock: Clock,
     randomness: Callable[[int], bytes],
 ) -> Event:
-    """Return the event that says what became of *fault*."""
+    """Return the event that reports the result of *fault*."""
     payload = {
         "scenario": fault.scenario,
         "failed": list(result.failed),
@@ -93,10 +93,10 @@ _LINE_BYTES_MAX = 2**20
 
 
 class UndoProcess:
-    """Our end of a keeper.
+    """The injector's connection to an undo process.
 
     Raises:
-        DrillError: None could be started; then nothing that needs undoing may be done.
+        DrillError: It did not start; then no step that needs undoing may be performed.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -104,42 +104,42 @@ class UndoProcess:
         try:
             self._sidecar: Sidecar = start_sidecar(argv, environ())
         except OSError as exc:
-            raise DrillError(f"cannot start the process that undoes it: {exc.strerror}") from exc
-        if self._sidecar.hear() != "ready":
-            self._sidecar.part()
-            raise DrillError("the process that would undo it ended at once")
+            raise DrillError(f"cannot start the undo process: {exc.strerror}") from exc
+        if self._sidecar.read_line() != "ready":
+            self._sidecar.wait()
+            raise DrillError("the undo process ended at once")
         self._undo: list[Step] = []
 
     def register_undo(self, undo: Step) -> None:
-        """Have *undo* done at the end, whatever becomes of us.
+        """Have *undo* performed at the end, even if this process is killed.
 
         Raises:
-            DrillError: The keeper is gone.
+            DrillError: The undo process has ended.
         """
-        if not self._sidecar.say(json.dumps(to_json(undo))):
-            raise DrillError("the process that would undo it is gone")
+        if not self._sidecar.write_line(json.dumps(to_json(undo))):
+            raise DrillError("the undo process has ended")
         self._undo.append(undo)
 
     def unregister_last(self) -> None:
-        """Take the last promise back: its deed was not done."""
-        self._sidecar.say(UNREGISTER)
+        """Remove the last undo step: its step was not performed."""
+        self._sidecar.write_line(UNREGISTER)
         self._undo.pop()
 
     def run_undo(self) -> tuple[str, ...]:
-        """Have everything undone now; return what could not be."""
-        self._sidecar.hang_up()
-        reply = self._sidecar.hear()
-        self._sidecar.part()
+        """Undo everything now; return the errors."""
+        self._sidecar.close_stdin()
+        reply = self._sidecar.read_line()
+        self._sidecar.wait()
         try:
             return tuple(map(str, json.loads(reply)))
         except (ValueError, TypeError):
-            return undo_all(self._undo)  # somebody killed it
+            return undo_all(self._undo)  # it was killed
 
 
 def undo_all(undo: list[Step]) -> tuple[str, ...]:
-    """Do all of *undo*, the last one first; return what could not be done.
+    """Perform all of *undo*, the last one first; return the errors.
 
-    What has ended meanwhile stands still no more.
+    A stopped process that has ended meanwhile needs no undo.
     """
     problems = []
     for step in reversed(undo):
@@ -152,13 +152,13 @@ def undo_all(undo: list[Step]) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Listen, wait, undo; print the problems as a JSON list, exit 1 where there are any."""
+    """Read the steps, wait, undo; print the errors as a JSON list, exit 1 if there are any."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     end_s = time.monotonic() + float(sys.argv[1])
     os.write(1, b"ready\n")
     problems = undo_all(_read_steps(end_s))
-    with contextlib.suppress(OSError):  # nobody may be there to read it
+    with contextlib.suppress(OSError):  # the reader may have ended
         os.write(1, json.dumps(problems).encode() + b"\n")
     return 1 if problems else 0
 

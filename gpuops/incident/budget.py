@@ -1,10 +1,10 @@
 """How often and how soon a run is restarted: budget, back-off, number of nodes, growth.
 
-The budget is the run's, not an agent's, and optionally of a window of time. Every failure counts,
-also a lost or excluded node, because a run whose nodes leave it one after the other does no work
-either. Not counted: infrastructure of the launch (a port was taken), which is over at the next
-try, but only a few times in a row; a preemption, which is nobody's failure; a node that does not
-pass its check before joining, because no work was under way and it takes itself out of the run.
+The budget is that of the run, not of an agent, and optionally of a window of time. Every failure
+counts, also a lost or excluded node, because a run that loses node after node does no work either.
+Not counted: infrastructure of the launch (a port was taken), but only a few times in a row; a
+preemption, which is no failure; a node that fails its check before joining, because no work was
+under way and it leaves the run by itself.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,12 +19,12 @@ from gpuops.incident.decision import (
     RestartPolicy,
 )
 
-# A taken port is another one at the next try; five in a row are no coincidence. A guess.
+# The next attempt takes another port; five failures in a row are no coincidence. A guess.
 INFRASTRUCTURE_FAILURES_MAX = 5
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MAX_S = 30.0
-# Where steps have no number, a generation that stepped for this long made progress. A guess: longer
-# than any start-up that then fails at once, shorter than what anyone saves checkpoints at.
+# Without step numbers, a generation that stepped for this long made progress. A guess: longer than
+# a start-up that then fails at once, shorter than any checkpoint interval.
 PROGRESS_S = 600.0
 GROWTH_SETTLE_S = 30.0
 GROWTHS_MAX = 3
@@ -63,8 +63,8 @@ def consecutive_infrastructure_failures(history: Sequence[PastFailure]) -> int:
 def backoff_s(history: Sequence[PastFailure], failure: PastFailure) -> float:
     """Return how long to wait before the restart after *failure*, which follows *history*.
 
-    Nothing after a failure with progress since the one before, that is a step beyond all earlier
-    ones; else 1, 2, 4 … `BACKOFF_MAX_S` seconds.
+    Zero if there was progress since the failure before, that is a step beyond all earlier ones;
+    else 1, 2, 4 … `BACKOFF_MAX_S` seconds.
     """
     n = 0
     failures = [*history, failure]
@@ -89,7 +89,7 @@ def history_after(
 ) -> tuple[PastFailure, ...]:
     """Return the history that the control record keeps after *decision*.
 
-    The oldest has the times of those before it, for a budget of more failures than are kept.
+    The oldest carries the times of those before it, for a budget of more failures than are kept.
     """
     failures = (*history, decision.failure)
     older, kept = failures[:-HISTORY_MAX], failures[-HISTORY_MAX:]
@@ -100,18 +100,18 @@ def history_after(
 
 
 def candidates(cluster: ClusterState, excluded: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the live nodes that may train, spares among them, each once and in order."""
-    left_out = {*cluster.excluded, *excluded}
-    return tuple(dict.fromkeys(node for node in cluster.live if node not in left_out))
+    """Return the live nodes that may train, including spares, each once and in order."""
+    all_excluded = {*cluster.excluded, *excluded}
+    return tuple(dict.fromkeys(node for node in cluster.live if node not in all_excluded))
 
 
 def trainable_nodes(cluster: ClusterState, excluded: Collection[str] = ()) -> int:
-    """Return how many nodes the next generation would have: 0 where there are too few."""
+    """Return how many nodes the next generation would have: 0 if there are too few."""
     return allowed_nodes(len(candidates(cluster, excluded)), cluster.policy)
 
 
 def allowed_nodes(n_nodes: int, policy: RestartPolicy) -> int:
-    """Return how many of *n_nodes* may train: 0 where they are too few.
+    """Return how many of *n_nodes* may train: 0 if they are too few.
 
     The largest multiple of ``node_unit``, up to ``nodes_max``; at least ``nodes_min``.
     """
@@ -122,7 +122,7 @@ def allowed_nodes(n_nodes: int, policy: RestartPolicy) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GrowthDecision:
-    """To how many nodes a run may grow now, 0 for not now, and why."""
+    """The number of nodes that a run may grow to now (0: not now), and why."""
 
     n_nodes: int
     why: str
@@ -137,15 +137,15 @@ def check_growth(
     at_checkpoint: bool,
     settle_s: float = GROWTH_SETTLE_S,
 ) -> GrowthDecision:
-    """Return whether to restart the run now in order to take more nodes in.
+    """Return whether to restart the run now to include more nodes.
 
     Args:
-        cluster: Who there is.
+        cluster: The nodes.
         grown_at_s: When it grew before.
         now_s: Now, by the same clock.
-        waiting_since_s: When the set of nodes that wait last changed: nodes often come in groups.
-        at_checkpoint: Whether a checkpoint has just been completed, so that little is lost.
-        settle_s: How long that set must have stayed as it is.
+        waiting_since_s: When the set of waiting nodes last changed: nodes often come in groups.
+        at_checkpoint: Whether a checkpoint has just completed, so that little is lost.
+        settle_s: How long that set must have been unchanged.
     """
     n_nodes = trainable_nodes(cluster)
     recent = sum(1 for at_s in grown_at_s if at_s > now_s - GROWTHS_WINDOW_S)

@@ -1,6 +1,6 @@
-"""Which of several failures on one host is the cause, and who is to blame for it.
+"""Which of several failures on one host is the cause, and which ranks are to blame.
 
-The earliest failure by the host's monotonic clock is the cause; what was ended by the agent is
+The earliest failure by the host's monotonic clock is the cause; workers that the agent ended are
 teardown; symptoms (a peer is gone, a collective timed out) are never the cause while a root
 exists (arXiv 2410.21680 §4 and the practice of torchelastic's "first observed failure").
 """
@@ -13,24 +13,24 @@ from gpuops.incident.classify import ClassifiedExit, ending_signal
 from gpuops.incident.kernel import KernelMatch
 from gpuops.model import Confidence, FailureClass, Role, Side
 
-# Share of ranks with the same exception from which on it is the program's, not one machine's.
+# From this share of ranks with the same exception on, it is the program's fault, not a machine's.
 SAME_EXCEPTION_SHARE = 0.9
-# A death by signal is dated by when the agent looked, up to one poll (0.1 to 1 s) too late;
-# an exception is dated by the worker itself. Within this span their order is not known.
+# A death by signal is dated by the agent's poll, up to one interval (0.1 to 1 s) too late; an
+# exception is dated by the worker itself. Within this span their order is not known.
 POLL_SLACK_NS = 1_000_000_000
-# Two that one hand ends with the same signal are dated by their agent's thread, which wakes within
-# about 1 ms, but only once the kernel has taken the process apart: that takes milliseconds, longer
-# the more memory it held. No rank dies of another's signal, so nothing is lost by a wide span.
+# Two workers killed together are dated by their agent's thread, which wakes within about 1 ms, but
+# only once the kernel has torn the process down: that takes milliseconds, longer the more memory it
+# held. No rank dies of another's signal, so a wide span costs nothing.
 SIMULTANEOUS_NS = 50_000_000
 _EXPLAINED = frozenset({"host_mem", "launcher", "storage"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCause:
-    """The judgement over one attempt's failures on one host.
+    """The cause of one attempt's failures on one host.
 
-    ``blamed`` are the exits whose ranks are culprits; ``blames_node`` says whether the node is one
-    as well. ``first`` is the exit that dates the failure, None when nothing failed here.
+    ``blamed`` are the exits whose ranks are culprits; ``blames_node``: the node is one as well.
+    ``first`` is the exit that dates the failure, None if nothing failed here.
     """
 
     failure_class: FailureClass
@@ -46,11 +46,11 @@ class HostCause:
 
 
 def find_cause(exits: Sequence[ClassifiedExit], node_fault: KernelMatch | None) -> HostCause:
-    """Return the cause that *exits* (one for each exit, any order) add up to.
+    """Return the cause of *exits*, in any order.
 
     Args:
         exits: One for each worker of the attempt on this host.
-        node_fault: What the kernel log says about the node itself, if anything.
+        node_fault: The fault of the node itself in the kernel log, if any.
     """
     roots = sorted((v for v in exits if v.role is Role.ROOT), key=lambda v: v.sort_key)
     symptoms = sorted((v for v in exits if v.role is Role.SYMPTOM), key=lambda v: v.sort_key)
@@ -61,7 +61,7 @@ def find_cause(exits: Sequence[ClassifiedExit], node_fault: KernelMatch | None) 
         if early and node_fault is None:
             return _early_exit(early, symptoms)
         return _with_kernel(_symptoms_cause(symptoms, exits), node_fault)
-    # What stands in the log of a node whose workers were only stopped may be anybody's.
+    # If the workers were only stopped, a line in the node's log may be of another job.
     return _with_kernel(_no_cause(), node_fault if node_fault and node_fault.is_job_gpu else None)
 
 
@@ -80,7 +80,7 @@ def _from_roots(roots: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]
         gap_s = (min(root.failed_ns for root in rest) - first.failed_ns) / 1e9
         how = f"the first of {len(roots)} failures on this host, {max(gap_s, 0):.2f} s ahead"
         if gap_s < 0:
-            how = "it was killed; what another rank raised in the same second follows from it"
+            how = "it was killed; the exception of another rank in the same second follows from it"
     return HostCause(
         failure_class=first.failure_class,
         side=first.side,
@@ -108,9 +108,9 @@ def _earliest(roots: Sequence[ClassifiedExit]) -> ClassifiedExit:
 
 
 def _ended_together(first: ClassifiedExit, roots: Sequence[ClassifiedExit]) -> list[ClassifiedExit]:
-    """Return the workers that the signal of *first* ended at its time, as far as is known.
+    """Return the workers that the signal of *first* ended at the same time, as far as known.
 
-    Where a record explains some of these ends, only those are returned.
+    If a record explains some of these ends, only those are returned.
     """
     signal = ending_signal(first.worker)
     if signal is None or first.worker.exception_type is not None:
@@ -135,7 +135,7 @@ def _killed_together(together: Sequence[ClassifiedExit]) -> HostCause:
         failure_class=first.failure_class,
         side=first.side,
         confidence=first.confidence,
-        how=f"{many} within {span_s:.2f} s: their order is not known",
+        how=f"{many} within {span_s:.2f} s: their order is unknown",
         authority=2,
         first=first,
         blamed=tuple(sorted(together, key=lambda v: v.worker.rank)),
@@ -146,7 +146,7 @@ def _killed_together(together: Sequence[ClassifiedExit]) -> HostCause:
 def _exits_with_same_exception(
     first: ClassifiedExit, exits: Sequence[ClassifiedExit]
 ) -> list[ClassifiedExit]:
-    """Return every worker that raised what *first* raised, also those ended while they did."""
+    """Return every worker that raised the exception of *first*, also those ended meanwhile."""
     signature = exception.signature(first.worker)
     if signature is None or first.side is Side.INFRA:
         return []
@@ -171,7 +171,7 @@ def _shared_cause(
 def _find_early_exits(
     exits: Sequence[ClassifiedExit], symptoms: Sequence[ClassifiedExit]
 ) -> list[ClassifiedExit]:
-    """Return the workers that had finished with exit code 0 when others lost their peer."""
+    """Return the workers that had exited with code 0 when others lost their peer."""
     done = [v for v in exits if v.role is Role.NOISE]
     limit = symptoms[0].failed_ns + POLL_SLACK_NS
     return sorted(
@@ -180,7 +180,7 @@ def _find_early_exits(
 
 
 def _done_ns(classified: ClassifiedExit) -> int:
-    """Return when it was done; on a busy host its process may be gone seconds later only."""
+    """Return when it finished; on a busy host its process may end only seconds later."""
     return classified.worker.finished_mono_ns or classified.failed_ns
 
 
@@ -189,7 +189,7 @@ def _early_exit(early: Sequence[ClassifiedExit], symptoms: Sequence[ClassifiedEx
         failure_class=FailureClass.USER_EARLY_EXIT,
         side=Side.USER,
         confidence=Confidence.PROBABLE,
-        how=f"it was done while others still needed it ({len(symptoms)} lost their peer)",
+        how=f"it finished while others still needed it ({len(symptoms)} lost their peer)",
         authority=2,
         first=early[0],
         blamed=tuple(early),
@@ -204,7 +204,7 @@ def _symptoms_cause(
         failure_class=first.failure_class,
         side=Side.AMBIGUOUS,
         confidence=Confidence.SYMPTOM_ONLY,
-        how="nobody on this host failed first: the cause is elsewhere or left no trace",
+        how="no rank on this host failed first: the cause is elsewhere or left no trace",
         authority=1,
         first=first,
         suspects=tuple(_suspects(symptoms, exits)),
@@ -214,10 +214,10 @@ def _symptoms_cause(
 def _suspects(
     symptoms: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]
 ) -> list[ClassifiedExit]:
-    """Return the ranks to look at first: silent ones, and the ones that were behind the others.
+    """Return the ranks to examine first: silent ones, and the ones behind the others.
 
-    The rank that everybody waits for is the one without a symptom of its own, or the one whose
-    last step is below the others'.
+    The rank that all wait for is the one without a symptom of its own, or the one whose last step
+    is below the others'.
     """
     steps = [v.worker.last_step for v in exits if v.worker.last_step is not None]
     newest_step = max(steps, default=None)
@@ -244,10 +244,10 @@ def _no_cause() -> HostCause:
 
 
 def _with_kernel(cause: HostCause, node_fault: KernelMatch | None) -> HostCause:
-    """Return *cause*, or the kernel's better account of it.
+    """Return *cause*, or *node_fault* as the better-known cause.
 
-    A kernel line about the node replaces a cause that nobody is sure of; it does not touch one
-    that the program itself, an OOM record or a full disk explains.
+    A kernel line about the node replaces an uncertain cause, but not one that the program itself,
+    an OOM record or a full disk explains.
     """
     if node_fault is None:
         return cause

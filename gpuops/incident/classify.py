@@ -1,7 +1,7 @@
-"""One worker's end: which failure class it is, how well that is known, and by what.
+"""Classify one worker's exit: the failure class, the confidence, and the source of both.
 
-The order is that of authority: what the kernel recorded about the process, what the process said
-itself (its exception), how it ended (the signal), and last what its log happens to hold.
+Sources in order of authority: the kernel's record about the process, the process' own exception,
+the signal that ended it, and last the content of its log.
 """
 
 import re
@@ -20,11 +20,11 @@ _PIDS_IN_MESSAGE = re.compile(r"\(pid(?:\(s\))? ([\d, ]{1,80})\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifiedExit:
-    """What one exit is to the failure of its attempt.
+    """The part of one exit in the failure of its attempt.
 
-    ``lines`` are those that decided it; ``basis`` says in words how the class is known, or why it
-    is no failure. ``is_specific`` means that a rule or the kernel named the class, not just the way
-    the process ended.
+    ``lines`` are those that decided it; ``basis`` is text on how the class is known, or why it
+    is no failure. ``is_specific``: a rule or the kernel named the class, not just the way the
+    process ended.
     """
 
     worker: WorkerExit
@@ -39,7 +39,7 @@ class ClassifiedExit:
 
     @property
     def failed_ns(self) -> int:
-        """Return when it failed on the host's monotonic clock, or when that was noticed."""
+        """Return when it failed by the host's monotonic clock, or when that was noticed."""
         return self.worker.error_mono_ns or self.worker.seen_mono_ns
 
     @property
@@ -55,7 +55,7 @@ class ClassifiedExit:
 
 @dataclass(frozen=True, slots=True)
 class _SignalMeaning:
-    """What an end by a signal means, and which categories of log rule may know better."""
+    """What death by a signal means, and which categories of log rule may refine it."""
 
     failure_class: FailureClass
     side: Side
@@ -75,14 +75,14 @@ _TERMINATED = _SignalMeaning(
     FailureClass.CANCELLED,
     Side.SCHEDULER,
     Confidence.PROBABLE,
-    "known by its wait status: somebody other than its agent asked it to end",
+    "known by its wait status: a process other than its agent asked it to end",
 )
 _SIGNALS = {
     "SIGKILL": _SignalMeaning(
         FailureClass.SIGKILL_PROBABLE,
         Side.AMBIGUOUS,
         Confidence.PROBABLE,
-        "known by its wait status alone: no record says who sent the signal",
+        "known by its wait status alone: the sender of the signal is not recorded",
         frozenset({"host_mem"}),
     ),
     "SIGABRT": _SignalMeaning(
@@ -119,11 +119,11 @@ def classify(
 
     Args:
         worker: How it ended.
-        rules: Log rules; those of other sources than the worker's log are left aside.
+        rules: Log rules; those of other sources than the worker's log are ignored.
         kernel_lines: The node's kernel log around the failure, if it could be read.
     """
     if worker.completed:
-        return _not_a_failure(worker, Role.NOISE, "it was done")
+        return _not_a_failure(worker, Role.NOISE, "it finished")
     if worker.terminated:
         return _not_a_failure(
             worker, Role.TEARDOWN, "its agent ended it after another worker had failed"
@@ -233,9 +233,9 @@ def _by_log(worker: WorkerExit, rules: Sequence[LogRule]) -> ClassifiedExit | No
 def _unexplained(worker: WorkerExit) -> ClassifiedExit:
     last_line = _last_stderr_line(worker)
     left = (
-        "no exception was left, but a last line"
+        "it left no exception, but a last line"
         if last_line
-        else "no exception and no hint was left"
+        else "it left no exception and no other information"
     )
     return _program_failure(worker, f"its exit code {worker.exit_code}: {left}", last_line)
 
@@ -243,7 +243,7 @@ def _unexplained(worker: WorkerExit) -> ClassifiedExit:
 def _program_failure(
     worker: WorkerExit, basis: str, lines: tuple[str, ...], process_lines: tuple[str, ...] = ()
 ) -> ClassifiedExit:
-    """Return the verdict that the program itself failed, for all that is known."""
+    """Return that, as far as known, the program itself failed."""
     return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,
@@ -257,7 +257,7 @@ def _program_failure(
 
 
 def _last_stderr_line(worker: WorkerExit) -> tuple[str, ...]:
-    """Return the last line of its standard error: where `sys.exit` puts what it is given."""
+    """Return the last line of its standard error: `sys.exit` prints its argument there."""
     if worker.log_path is None or "stderr" not in PurePosixPath(worker.log_path).name:
         return ()
     return tuple(line for line in worker.log_tail[-1:] if line.strip())
@@ -292,7 +292,7 @@ def _tail(worker: WorkerExit) -> list[str]:
 def _best_match(
     rules: Sequence[LogRule], lines: Sequence[str], categories: frozenset[str] = ANY_CATEGORY
 ) -> tuple[LogRule, str] | None:
-    """Return the first line that names a root, else the first that is a symptom."""
+    """Return the first line that matches a root cause, else the first that is a symptom."""
     if not categories:
         return None
     symptom: tuple[LogRule, str] | None = None

@@ -1,7 +1,7 @@
 """The cause of a failure over all nodes: causal role first, then the order of arrival.
 
-Clocks of different hosts are not compared. What is only a symptom (a peer is gone, a collective
-timed out, workers were stopped for others) is never the cause while there is a root.
+Clocks of different hosts are not compared. A symptom (a peer is gone, a collective timed out,
+workers were stopped for others) is never the cause while there is a root.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Sid
 class CausalRank(IntEnum):
     """The causal role of a report, the strongest claim to be the cause first.
 
-    A preemption explains everything that ends. Evidence against a node itself beats a root without
-    any. A lost node beats what its peers raised. A process that the kernel ended did not die of an
-    exception elsewhere, but the other way round it happens. What hinders a start, a standstill and
-    an early exit are causes only where nobody failed.
+    A preemption explains all exits. Evidence against a node beats a root without evidence. A lost
+    node beats the exceptions of its peers. A process that the kernel killed did not die of an
+    exception elsewhere, but the reverse happens. A failed start, a hang and an early exit are
+    causes only if nothing else failed.
     """
 
     PREEMPTED = 0
@@ -55,11 +55,11 @@ _KILLED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """The judgement over all reports.
+    """The cause over all reports.
 
-    ``report`` is the one with the cause, worded for all nodes; None where there was no report.
-    ``ends`` are the culprits' ends with their nodes. ``is_shared``: so many ranks raised the same
-    exception that it is the program's, on whatever node.
+    ``report`` is the one with the cause, worded for all nodes; None without reports. ``ends`` are
+    the culprits' ends with their nodes. ``is_shared``: so many ranks raised the same exception that
+    it is the program's fault, not a node's.
     """
 
     causal_rank: CausalRank
@@ -69,12 +69,12 @@ class RootCause:
 
     @property
     def first(self) -> RankEnd | None:
-        """Return the end that stands for the failure."""
+        """Return the end that represents the failure."""
         return self.ends[0][1] if self.ends else None
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Return the nodes that the failure fell on; none for one that is the program's."""
+        """Return the nodes where the failure was; none for one of the program."""
         if self.is_shared or self.report is None:
             return ()
         if self.ends:
@@ -90,7 +90,7 @@ class RootCause:
 
 
 def find_root(reports: Sequence[NodeReport]) -> RootCause:
-    """Return the cause that *reports* add up to; only their ``arrival`` orders them."""
+    """Return the cause of *reports*; only their ``arrival`` orders them."""
     ordered = sorted(reports, key=_order)
     if not ordered:
         return RootCause(causal_rank=CausalRank.NOTHING, report=None)
@@ -125,7 +125,7 @@ def _failure_rank(report: NodeReport) -> CausalRank:
         (CausalRank.KILLED, report.failure_class in _KILLED),
         (CausalRank.ROOT, has_root or report.failure_class is not FailureClass.UNRESOLVED),
     )
-    return next((standing for standing, holds in ranks if holds), CausalRank.NOTHING)
+    return next((rank for rank, holds in ranks if holds), CausalRank.NOTHING)
 
 
 def _order(report: NodeReport) -> tuple[int, int, str, str]:
@@ -160,7 +160,7 @@ def _shared_cause(
 
 
 def _without_root(ordered: Sequence[NodeReport], causal_rank: CausalRank) -> RootCause:
-    """Return what explains a standstill or symptoms; a rank that had ended early does."""
+    """Return what explains a hang or symptoms: a rank that had ended early, if there is one."""
     strongest = ordered[0]
     hangs = [report for report in ordered if report.kind is ReportKind.HANG]
     hang = diagnose_hang(ordered) if hangs else None
@@ -186,7 +186,7 @@ def _early_exit(
     is_done = source.kind is ReportKind.DONE
     report = replace(
         source,
-        # What was success when it was filed is a failure now that others needed those ranks.
+        # Reported as success, it is a failure now: others needed those ranks.
         kind=ReportKind.WORKERS_FAILED if is_done else source.kind,
         failure_class=FailureClass.USER_EARLY_EXIT,
         side=Side.USER,
@@ -212,15 +212,15 @@ def _hang_cause(strongest: NodeReport, hang: HangDiagnosis) -> RootCause:
 
 
 def _behind_text(ordered: Sequence[NodeReport]) -> str:
-    """Word who is to be looked at first where there are only symptoms: who was behind."""
+    """Return text on whom to examine first if there are only symptoms: the ranks behind."""
     ends = [(r.node, end) for r in ordered for end in r.ends]
     steps = [end.step for _, end in ends if end.step is not None]
-    how = "nobody failed first on any node: the cause left no trace"
+    how = "no rank failed first on any node: the cause left no trace"
     if not steps or min(steps) == max(steps):
         return how
     behind = [(node, end) for node, end in ends if end.step == min(steps)]
     nodes = _limited_list(sorted({node for node, _ in behind}))
-    return f"{how}; {_ranks_text(behind)} on {nodes} had come to step {min(steps)} only"
+    return f"{how}; {_ranks_text(behind)} on {nodes} had reached only step {min(steps)}"
 
 
 def _ranks(ends: Iterable[tuple[str, RankEnd]]) -> tuple[Entity, ...]:

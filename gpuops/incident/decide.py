@@ -1,38 +1,38 @@
-"""What becomes of a run after a failure: a pure function of reports, cluster, history and time.
+"""Decide what a run does after a failure: a pure function of reports, cluster, history and time.
 
-The rows, in order; the first that holds is the decision, and its name is in the record of it:
+The rules in order; the first that holds is the decision, and the record has its name:
 
 =========================== ==================================================== ==================
 rule                        holds when                                           verdict
 =========================== ==================================================== ==================
-scheduler.preempted         the scheduler wants the nodes back                   requeue 85
-checkpoint.dir_taken        another job that lives saves into the directory      stop 64
+scheduler.preempted         the scheduler reclaims the nodes                     requeue 85
+checkpoint.dir_taken        another live job saves into the directory            stop 64
 checkpoint.poisoned         two failures within 5 steps of loading the same      restart without
-                            checkpoint, which was not left out before            the checkpoint
-software.suspect_node       a software fault by the next rows, always on one     restart without
+                            checkpoint, which was not excluded before            the checkpoint
+software.suspect_node       a software fault by the next rules, always on one    restart without
                             node, and there are enough others                    the node
 software.same_step          the same signature at the same step twice, no newer  stop 93
-                            checkpoint, and nobody got past it in between
+                            checkpoint, and no attempt got past it in between
 software.before_first_step  the same signature before the first step twice       stop 93
 software.step_unknown       the same signature three times, no step known        stop 93
 node.unhealthy              one-node run, and evidence speaks against the node   requeue 86
-nodes.exhausted             fewer nodes left than ``nodes_min``, or than now     requeue 85
+nodes.exhausted             fewer nodes remain than ``nodes_min``, or than now   requeue 85
                             train and the user wants no fewer
 launch.infrastructure       a port was taken, a start refused; five in a row     restart, uncounted
-gate.failed                 a node did not pass its check before joining         restart without,
+gate.failed                 a node failed its check before joining               restart without,
                                                                                  uncounted
 budget.spent                more counted failures than restarts are allowed      fail 1
 node.excluded               evidence on a node itself speaks against it          restart without
-node.lost                   a node is gone; it may come back as a spare          restart
+node.lost                   a node is lost; it may return as a spare             restart
 restart.benign              ended with a code by which a framework asks for it   restart
-restart                     anything else, also what nobody understands          restart
+restart                     anything else, also unexplained failures             restart
 =========================== ==================================================== ==================
 
-A restart counts unless the row says otherwise, and leaves out suspected nodes, as far as they can
-be spared (`gpuops.incident.suspicion`). Software faults need a signature (a root in user
-code, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit
-code alone) needs three. A suspect node costs one attempt more: with stable ranks a bug of one rank
-and a fault of one device look alike, until the rank runs elsewhere.
+A restart counts unless the rule says otherwise, and excludes suspected nodes that can be spared
+(`gpuops.incident.suspicion`). Software faults need a signature (a root in user code, see
+`gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit code alone)
+needs three. A suspect node costs one more attempt: with stable ranks a bug of one rank and a fault
+of one device look alike, until the rank runs elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,12 +64,12 @@ from gpuops.model import FailureClass, Side
 
 _EXIT_CODES = {RunAction.REQUEUE: EXIT_REQUEUE, RunAction.FAIL: EXIT_FAIL}
 _EXIT_CODES[RunAction.STOP] = EXIT_DO_NOT_REQUEUE
-_SUSPECT_REASON = "the same software fault fell on this node only"
+_SUSPECT_REASON = "the same software fault occurred on this node only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecisionContext:
-    """What the rules read. ``nodes_at_fault`` are the nodes to leave out, with reasons."""
+    """The input of the rules. ``nodes_at_fault`` are the nodes to exclude, with reasons."""
 
     root: RootCause
     failure: PastFailure
@@ -81,7 +81,7 @@ class _DecisionContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuleResult:
-    """The result of one row of the table."""
+    """The result of one rule of the table."""
 
     action: RunAction
     rule: str
@@ -98,11 +98,11 @@ def decide(
     history: Sequence[PastFailure],
     now_s: float,
 ) -> RestartDecision:
-    """Return what becomes of the run.
+    """Return what the run does next.
 
     Args:
         reports: Of all agents on the generation that ended; only ``arrival`` orders them.
-        cluster: Who there is now.
+        cluster: The nodes now.
         history: The earlier failures of this run, oldest first.
         now_s: Now, by the control store's clock.
     """
@@ -131,7 +131,7 @@ def decide(
 def _failure(
     root: RootCause, reports: Sequence[NodeReport], cluster: ClusterState, now_s: float
 ) -> PastFailure:
-    """Return the failure as the history keeps it, before it is known what follows."""
+    """Return the failure as the history keeps it, before the decision is known."""
     report, first = root.report, root.first
     is_benign = first is not None and first.exit_code in cluster.policy.benign_exit_codes
     is_program = root.causal_rank is CausalRank.ROOT and first is not None and not is_benign
@@ -171,7 +171,7 @@ def _nodes_at_fault(reports: Sequence[NodeReport], cluster: ClusterState) -> dic
 def _preempted(context: _DecisionContext) -> _RuleResult | None:
     if context.root.causal_rank is not CausalRank.PREEMPTED:
         return None
-    why = "the scheduler wants the nodes back: requeue"
+    why = "the scheduler reclaims the nodes: requeue"
     return _RuleResult(
         action=RunAction.REQUEUE, rule="scheduler.preempted", explanation=why, is_counted=False
     )
@@ -180,12 +180,12 @@ def _preempted(context: _DecisionContext) -> _RuleResult | None:
 def _checkpoint_dir_taken(context: _DecisionContext) -> _RuleResult | None:
     if context.failure.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:
         return None
-    # What a rank raised is cut short before it says what to do.
-    advice = "end that one, or give this one a directory of its own; " if context.root.ends else ""
+    # The message of an exception is truncated before its advice.
+    advice = "end that job, or give this one its own directory; " if context.root.ends else ""
     return _RuleResult(
         action=RunAction.STOP,
         rule="checkpoint.dir_taken",
-        explanation=f"{advice}not tried again, a restart would find it so as well",
+        explanation=f"{advice}no restart: it would fail for the same reason",
         is_counted=False,
         exit_code=EXIT_USAGE,
     )
@@ -203,7 +203,7 @@ def _checkpoint_poisoned(context: _DecisionContext) -> _RuleResult | None:
     return _RuleResult(
         action=RunAction.RESTART,
         rule="checkpoint.poisoned",
-        explanation=f"for the second time soon after the checkpoint of step {step}: left out once",
+        explanation=f"for the second time soon after the checkpoint of step {step}: excluded once",
         exclude_checkpoint=step,
     )
 
@@ -225,9 +225,9 @@ def _software_fault(context: _DecisionContext) -> _RuleResult | None:
         return _RuleResult(
             action=RunAction.RESTART,
             rule="software.suspect_node",
-            explanation=f"the same {fault.when} only ever on "
-            f"{node}{_common_gpu(fault, context.failure)}: once"
-            " more without it, before the program is called the cause",
+            explanation=f"the same {fault.when}, always on "
+            f"{node}{_common_gpu(fault, context.failure)}: one more attempt without it "
+            "before the program is called the cause",
             exclude={node: _SUSPECT_REASON},
         )
     times = len(fault.earlier) + 1
@@ -245,18 +245,18 @@ def _common_gpu(fault: RepeatedFault, failure: PastFailure) -> str:
 
 
 def _can_restart(context: _DecisionContext, excluded: Mapping[str, str]) -> bool:
-    """Say whether a restart without those nodes is possible and still within the budget."""
+    """Return whether a restart without those nodes is possible and within the budget."""
     restarts = budget.restarts_left(context.history, context.cluster.policy, context.now_s)
     return restarts > 0 and _too_few(context.cluster, excluded) is None
 
 
 def _too_few(cluster: ClusterState, excluded: Mapping[str, str]) -> str | None:
-    """Return why the nodes that are left are too few, None where they are enough."""
+    """Return why the remaining nodes are too few, None if they are enough."""
     policy, n_nodes = cluster.policy, budget.trainable_nodes(cluster, excluded)
     n_candidates = len(budget.candidates(cluster, excluded))
     if n_nodes == 0:
         unit = f" in units of {policy.node_unit}" if policy.node_unit > 1 else ""
-        return f"{n_candidates} nodes are left, at least {policy.nodes_min}{unit} are needed"
+        return f"{n_candidates} nodes remain, at least {policy.nodes_min}{unit} are needed"
     if policy.on_exhausted is OnExhausted.REQUEUE and n_nodes < len(cluster.members):
         return f"{n_nodes} nodes could train, fewer than the {len(cluster.members)} before"
     return None
@@ -275,7 +275,7 @@ def _nodes_exhausted(context: _DecisionContext) -> _RuleResult | None:
         return _RuleResult(
             action=RunAction.REQUEUE,
             rule="node.unhealthy",
-            explanation="this node is not fit to train: requeue elsewhere",
+            explanation="this node is unhealthy: requeue elsewhere",
             exit_code=EXIT_NODE_UNHEALTHY,
         )
     return _RuleResult(
@@ -288,7 +288,7 @@ def _uncounted_failure(context: _DecisionContext) -> _RuleResult | None:
     if context.root.causal_rank is CausalRank.INFRASTRUCTURE:
         n_earlier = budget.consecutive_infrastructure_failures(context.history)
         if n_earlier < budget.INFRASTRUCTURE_FAILURES_MAX:
-            why = "the launch itself failed, which does not count: restart"
+            why = "the launch failed, which is not counted: restart"
             rule = "launch.infrastructure"
             return _RuleResult(
                 action=RunAction.RESTART, rule=rule, explanation=why, is_counted=False
@@ -322,9 +322,9 @@ def _restart(context: _DecisionContext) -> _RuleResult:
     if context.nodes_at_fault:
         rule, why = "node.excluded", f"restart without {_limited_list(context.nodes_at_fault)}"
     elif context.root.causal_rank is CausalRank.NODE_LOST:
-        rule, why = "node.lost", "restart with those that are there"
+        rule, why = "node.lost", "restart with the remaining nodes"
     elif first is not None and first.exit_code in context.cluster.policy.benign_exit_codes:
-        rule, why = "restart.benign", "the program asks for a restart with that code"
+        rule, why = "restart.benign", "the program requests a restart with that code"
     else:
         rule, why = "restart", "restart"
     return _RuleResult(action=RunAction.RESTART, rule=rule, explanation=why)
@@ -343,7 +343,7 @@ def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDe
     restarts = result.action is RunAction.RESTART
     exclude = {**context.nodes_at_fault, **result.exclude}
     suspected = suspects_to_exclude(context.cluster, exclude) if restarts else {}
-    also = f", and without {_limited_list(suspected)}, which was doubted" if suspected else ""
+    also = f", and without the suspected {_limited_list(suspected)}" if suspected else ""
     return RestartDecision(
         action=result.action,
         rule=result.rule,
@@ -373,7 +373,7 @@ def _describe_failure(context: _DecisionContext) -> str:
         )
         who, what = f"rank {first.rank}", first.summary
         if what.startswith(f"{who} "):
-            # The node stands before an exception's own text, which would seem to name it.
+            # The node is named before the exception's text, which would otherwise seem to name it.
             return f"{who}{where}{what.removeprefix(who)}{others}"
         return f"{what}{where}{others}"
     return f"{report.failure_class.value}{where}{f': {report.how}' if report.how else ''}"

@@ -26,13 +26,13 @@ def _entity(data: Mapping[str, Any]) -> Entity:
 
 
 class ReportKind(StrEnum):
-    """What one agent has to say of one generation."""
+    """What one agent reports of one generation."""
 
     WORKERS_FAILED = "workers_failed"
     HANG = "hang"
     GPU_FAULT = "gpu_fault"
-    VERDICT = "verdict"  # of a detector of the site's own
-    NODE_LOST = "node_lost"  # filed on the lost node's behalf by who noticed
+    VERDICT = "verdict"  # of one of the site's detectors
+    NODE_LOST = "node_lost"  # reported by the agent that noticed
     GATE_FAILED = "gate_failed"
     START_FAILED = "start_failed"
     STOPPED = "stopped"  # nothing failed here: the group is being restarted
@@ -94,8 +94,8 @@ class RankEnd:
 class NodeReport:
     """What one agent reports of its node in one generation.
 
-    ``blames_node`` says that evidence on the node itself (an Xid, a failed check, a D-state worker)
-    speaks against it, so that a restart should do without it. ``arrival`` is the order in which
+    ``blames_node``: there is evidence against the node itself (an Xid, a failed check, a worker in
+    state D), so that a restart should exclude it. ``arrival`` is the order in which
     reports reached the control store; only that orders reports of different hosts.
     """
 
@@ -108,7 +108,7 @@ class NodeReport:
     how: str = ""
     culprits: tuple[Entity, ...] = ()
     blames_node: bool = False
-    has_stepped: bool = False  # some rank here made a step in this generation
+    has_stepped: bool = False  # a rank of this node made a step in this generation
     last_step: int | None = None
     checkpoint_step: int | None = None  # newest checkpoint known here
     ends: tuple[RankEnd, ...] = ()
@@ -164,10 +164,10 @@ class NodeReport:
 class PastFailure:
     """One earlier failure, as the control record keeps it; times are the control store's.
 
-    ``counted_total`` counts those of the whole run up to and with this one: the record keeps only
-    the last `HISTORY_MAX`. ``highest_step`` is the furthest that any rank had come by then.
-    ``earlier_failures_s``: when those failures were that counted and are kept no more; of the
-    oldest only.
+    ``counted_total`` counts those of the entire run up to and including this one: the record keeps
+    only the last `HISTORY_MAX`. ``highest_step`` is the highest that any rank had reached by then.
+    ``earlier_failures_s``: the times of counted failures that are no longer kept; only the oldest
+    failure has it.
     """
 
     generation: int
@@ -239,7 +239,7 @@ class PastFailure:
 
 
 class OnExhausted(StrEnum):
-    """What to do when fewer nodes are left than the job was started for."""
+    """What to do when fewer nodes remain than the job was started with."""
 
     SHRINK = "shrink"
     REQUEUE = "requeue"
@@ -247,10 +247,10 @@ class OnExhausted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """What the user configured about restarts; the same on every agent.
+    """The user's restart settings; the same on every agent.
 
-    ``nodes_max`` nodes train, ``nodes_min`` at least, always a multiple of ``node_unit``; agents
-    beyond that are spares. ``restarts_window_s`` None: the budget is for the entire run.
+    Up to ``nodes_max`` nodes train, at least ``nodes_min``, always a multiple of ``node_unit``;
+    agents beyond that are spares. ``restarts_window_s`` None: the budget is for the entire run.
     ``benign_exit_codes`` are those with which a framework asks for a restart (Megatron's rerun
     machine), never a software fault.
     """
@@ -292,9 +292,9 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Who there is: nodes by name. ``live`` have an agent that sends heartbeats, spares among them.
+    """The nodes by name. ``live`` ones have an agent that sends heartbeats; they include spares.
 
-    ``suspected``: suspicions against nodes that ended nothing, oldest first.
+    ``suspected``: nodes with suspicions that ended no generation, oldest first.
     """
 
     policy: RestartPolicy
@@ -327,7 +327,7 @@ class ClusterState:
 
 
 class RunAction(StrEnum):
-    """What becomes of the run."""
+    """What the run does next."""
 
     RESTART = "restart"  # of all that are live and not excluded
     REQUEUE = "requeue"  # exit 85
@@ -337,10 +337,10 @@ class RunAction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
-    """What was decided, and everything needed to say why.
+    """The decision, and everything needed to explain it.
 
-    ``rule`` is the stable name of the row of the decision table that fired; ``reason`` is for
-    people. ``exclude`` maps nodes to the reason that they are left out from now on.
+    ``rule`` is the stable name of the rule of the decision table that held; ``reason`` is for
+    people. ``exclude`` maps nodes to the reason for their exclusion from now on.
     ``failure`` goes into the history of the run. ``cause`` is the report that holds the root cause.
     """
 

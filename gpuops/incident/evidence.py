@@ -1,4 +1,4 @@
-"""What was seen, worded for the reader of an incident: one item for each rank, cause first."""
+"""The evidence of an incident as text: one item for each rank, the cause first."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -12,8 +12,8 @@ from gpuops.scrub import scrub, scrub_lines
 
 TAIL_LINES = 20
 LINE_CHARS = 500
-# An agent has at most a few dozen ranks; beyond, ranks that ended alike share an item, so that an
-# incident stays far below the spool's limit for a line.
+# An agent has at most a few dozen ranks. Beyond this number, ranks with the same end share an item,
+# so that an incident stays far below the spool's line limit.
 SEPARATE_RANKS_MAX = 64
 _ORDER = (Role.ROOT, Role.CONFIRMATION, Role.SYMPTOM, Role.TEARDOWN, Role.NOISE)
 
@@ -23,7 +23,7 @@ def evidence_for(
 ) -> tuple[Evidence, ...]:
     """Return the evidence for *cause*: root, confirmations, symptoms, teardown, in that order.
 
-    *remarks* are kernel lines that a reader should see although they decided nothing.
+    *remarks* are kernel lines that did not decide the cause but that a reader should see.
     """
     blamed = {id(v) for v in cause.blamed}
     kernel_lines = _kernel_lines(cause)
@@ -40,7 +40,7 @@ def evidence_for(
 
 
 def step_phrase(worker: WorkerExit) -> str:
-    """Return ``"at step 57"``, or what is known where no step number is."""
+    """Return ``"at step 57"``, or what is known without step numbers."""
     if worker.last_step is not None:
         return f"at step {worker.last_step}"
     if worker.beats:
@@ -60,16 +60,16 @@ def rank_entity(worker: WorkerExit) -> Entity:
 
 def _kernel_lines(cause: HostCause) -> list[str]:
     lines = [cause.kernel.line] if cause.kernel else []
-    for verdict in (*cause.blamed, cause.first):
-        if verdict is not None:
-            lines += [line for line in verdict.kernel_lines if line not in lines]
+    for item in (*cause.blamed, cause.first):
+        if item is not None:
+            lines += [line for line in item.kernel_lines if line not in lines]
     return lines
 
 
 def _kernel_evidence(line: str, node: str) -> Evidence:
     return Evidence(
         role=Role.CONFIRMATION,
-        text="the kernel log says",
+        text="in the kernel log",
         entity=Entity(EntityKind.NODE, node),
         lines=scrub_and_clip([line]),
     )
@@ -78,13 +78,13 @@ def _kernel_evidence(line: str, node: str) -> Evidence:
 def _remark_evidence(lines: Sequence[str], node: str) -> list[Evidence]:
     if not lines:
         return []
-    text = "the kernel log also says, which did not decide the cause"
+    text = "also in the kernel log, not decisive for the cause"
     entity = Entity(EntityKind.NODE, node)
     return [Evidence(role=Role.NOISE, text=text, entity=entity, lines=scrub_and_clip(lines))]
 
 
 def _role(classified: ClassifiedExit, blamed: set[int]) -> Role:
-    """Return what *classified* is to the incident: a failure after the cause is a symptom of it."""
+    """Return the role of *classified*: a failure after the cause is a symptom of it."""
     if id(classified) in blamed:
         return Role.ROOT
     return Role.SYMPTOM if classified.role is Role.ROOT else classified.role
@@ -108,7 +108,7 @@ def _rank_evidence(classified: ClassifiedExit, *, with_log: bool, role: Role) ->
 
 
 def _last_lines(worker: WorkerExit) -> Sequence[str]:
-    """Return the end of the log, and of the traceback where the log does not hold it."""
+    """Return the end of the log, and of the traceback if the log does not contain it."""
     tail = list(worker.log_tail[-TAIL_LINES:])
     if any("Traceback (most recent call last)" in line for line in tail):
         return tail
@@ -136,7 +136,7 @@ def _grouped_evidence(exits: Iterable[ClassifiedExit]) -> list[Evidence]:
 def _suspect_evidence(classified: ClassifiedExit) -> Evidence:
     worker = classified.worker
     silent = classified.role is Role.TEARDOWN
-    why = "the others lost it first or waited for it" if silent else "it was behind the others"
+    why = "others lost it first or waited for it" if silent else "it was behind the others"
     return Evidence(
         role=Role.SYMPTOM,
         text=f"suspect: rank {worker.rank}, {step_phrase(worker)}: {why}",

@@ -1,4 +1,4 @@
-"""The exception that a worker left behind: its lines, its place, and when two are the same."""
+"""The exception of a worker: its lines, its location, and when two are the same."""
 
 import re
 from collections.abc import Iterable
@@ -8,24 +8,24 @@ from gpuops.model import WorkerExit
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)')
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
-# torch prefixes what a rank prints at its end with its rank: "[rank3]: Traceback …".
+# torch prefixes the last output of a rank with its rank: "[rank3]: Traceback …".
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 _LAST_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning))\b")
 
 
 def strip_rank_prefix(line: str) -> str:
-    """Return *line* without the rank that torch puts before it."""
+    """Return *line* without torch's rank prefix."""
     return _RANK_PREFIX.sub("", line)
 
 
 def drop_frames(lines: Iterable[str]) -> list[str]:
-    """Return *lines* without the frames of tracebacks, which only quote source code."""
+    """Return *lines* without the frames of tracebacks."""
     texts = map(strip_rank_prefix, lines)
     return [line for line in texts if not line.startswith("    ") and not _FRAME.match(line)]
 
 
 def exception_lines(worker: WorkerExit) -> list[str]:
-    """Return what the exception says: its own line, then what its traceback adds."""
+    """Return the exception's own line, then the other lines of its traceback."""
     if worker.exception_type is None:
         return []
     message = worker.exception_message or ""
@@ -48,7 +48,7 @@ def truncate(text: str, width: int) -> str:
 
 
 def user_frame(worker: WorkerExit) -> str | None:
-    """Return ``"data.py:88"``, the innermost frame outside installed packages, if it is known."""
+    """Return ``"data.py:88"``, the innermost frame outside installed packages, if known."""
     frames = [
         match for line in worker.traceback if (match := _FRAME.match(strip_rank_prefix(line)))
     ]
@@ -61,10 +61,10 @@ def _is_installed(file: str) -> bool:
 
 
 def signature(worker: WorkerExit) -> tuple[str, str] | None:
-    """Return what two ranks have in common when they raised the same exception.
+    """Return a key that is equal for two ranks that raised the same exception.
 
-    Type and place; without a traceback, the message with its numbers taken out, because ranks
-    put their own rank, address or shape into it.
+    Type and location; without a traceback, the message without numbers, because ranks put their
+    own rank, address or shape into it.
     """
     if worker.exception_type is None:
         return None
@@ -73,7 +73,7 @@ def signature(worker: WorkerExit) -> tuple[str, str] | None:
 
 
 def printed_exception(lines: Iterable[str]) -> str | None:
-    """Return the last line of a traceback that was printed to a log, if there is one."""
+    """Return the last line of a traceback in a log, if there is one."""
     found, last = False, None
     for line in map(strip_rank_prefix, lines):
         if line.startswith("Traceback (most recent call last)"):

@@ -1,6 +1,6 @@
-"""Values that another process wrote, each with its bound: text, names, whole numbers, seconds.
+"""Parse values that another process wrote: bounded text, names, integers, seconds.
 
-All raise `TypeError` or `ValueError` for what is none; text that is too long is cut.
+All raise `TypeError` or `ValueError` for other values; text that is too long is truncated.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from math import isfinite
 NAME_CHARS_MAX = 400  # of a node, a GPU, a rule, a signature
 REASON_CHARS_MAX = 600
 NODES_MAX = 8192
-NUMBER_MAX = 2**63 - 1  # what a database's widest integer holds
+NUMBER_MAX = 2**63 - 1  # a database's widest integer
 
 
 def text(value: object, chars_max: int = NAME_CHARS_MAX) -> str | None:
@@ -37,7 +37,7 @@ def number(value: object) -> int | None:
 
 
 def required_number(value: object) -> int:
-    """Return *value* as a whole number that is there."""
+    """Return *value* as a whole number; None is an error."""
     found = number(value)
     if found is None:
         raise ValueError("a whole number is missing")
@@ -54,13 +54,13 @@ def seconds(value: object) -> float:
 def names(values: object, limit: int = NODES_MAX) -> tuple[str, ...]:
     """Return the first *limit* of *values* as names."""
     if not isinstance(values, list | tuple):
-        raise TypeError("a list of names is wanted")
+        raise TypeError("expected a list of names")
     return tuple(name(value) for value in values[:limit])
 
 
 def reasons(values: object) -> dict[str, str]:
     """Return *values* as reasons by node."""
     if not isinstance(values, Mapping):
-        raise TypeError("reasons by node are wanted")
+        raise TypeError("expected reasons by node")
     pairs = list(values.items())[:NODES_MAX]
     return {name(key): text(value, REASON_CHARS_MAX) or "" for key, value in pairs}

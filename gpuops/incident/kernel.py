@@ -1,4 +1,4 @@
-"""What the kernel log says about a process, or about the node it ran on.
+"""Kernel log lines about a process, or about the node it ran on.
 
 The OOM killer's record is the only proof that a SIGKILL came from a lack of memory. Its forms are
 those of ``mm/oom_kill.c``: ``Out of memory: Killed process …`` for the whole machine, ``Memory
@@ -25,9 +25,9 @@ _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10}
 
 @dataclass(frozen=True, slots=True)
 class KernelMatch:
-    """One kernel line that means something, and what.
+    """One kernel line with a failure class.
 
-    ``is_job_gpu``: it is known to be about the job, as a GPU of the job's own reports a fault too.
+    ``is_job_gpu``: it concerns the job, because one of its own GPUs reports a fault too.
     """
 
     failure_class: FailureClass
@@ -37,10 +37,10 @@ class KernelMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobXidFilter:
-    """Which Xids of the node's log may have to do with a failure of this job.
+    """Which Xids of the node's log may relate to a failure of this job.
 
-    ``addresses``: the PCI addresses of the job's GPUs. ``stale``: address and code of what these
-    GPUs reported long before the failure, and have not repeated since.
+    ``addresses``: the PCI addresses of the job's GPUs. ``stale``: address and code of Xids that
+    these GPUs logged long before the failure, and not since.
     """
 
     addresses: frozenset[str]
@@ -65,7 +65,7 @@ def lines_with_pids(lines: Sequence[str], pids: Collection[int]) -> tuple[str, .
 
 
 def job_lines(lines: Sequence[str], xids: JobXidFilter | None) -> tuple[str, ...]:
-    """Return *lines* without the Xids of other jobs' GPUs and old ones; all where *xids* is None.
+    """Return *lines* without the Xids of other jobs' GPUs and old ones; all if *xids* is None.
 
     Another job on the machine writes into the same log, and a line stays in it for days.
     """
@@ -84,11 +84,11 @@ def _may_matter(line: str, xids: JobXidFilter) -> bool:
 def find_node_fault(
     lines: Sequence[str], rules: Sequence[LogRule], own_gpus: Collection[str] = ()
 ) -> KernelMatch | None:
-    """Return the first line that a rule takes for the root of a failure of the whole node.
+    """Return the first line that by a rule is the root of a failure of the entire node.
 
-    Only rules that would fail the node's check count: a corrected error says nothing about this
-    failure. OOM records are left out; they are about the process that `oom_record` finds in them.
-    *own_gpus*: the PCI addresses of the job's GPUs, as far as they are known.
+    Only rules that fail the node's check count: a corrected error does not explain this failure.
+    OOM records are skipped; they concern a single process (see `oom_record`).
+    *own_gpus*: the PCI addresses of the job's GPUs, as far as known.
     """
     hits = list(_node_faults(lines, rules, own_gpus))
     return replace(hits[0], is_job_gpu=any(hit.is_job_gpu for hit in hits)) if hits else None
@@ -108,9 +108,9 @@ def _node_faults(
 
 
 def node_remarks(lines: Sequence[str], rules: Sequence[LogRule]) -> tuple[str, ...]:
-    """Return the last few lines that a rule knows as signs of trouble with the node.
+    """Return the last few lines that by a rule are signs of trouble with the node.
 
-    They are for the reader: without the driver's or the hardware's own verdict they blame nobody.
+    They are for the reader: without an error of the driver or the hardware they blame nothing.
     """
     known = (
         line

@@ -1,7 +1,7 @@
-"""What becomes of an incident, and which incident an account is about.
+"""State changes of an incident, and its id.
 
-open -> mitigated (the job steps again) -> closed (its cost is known). A closed incident stays as
-it is: later news about it is another incident's business, so a change returns it unchanged.
+open -> mitigated (the job steps again) -> closed (its cost is known). A closed incident is final:
+a change returns it unchanged.
 """
 
 import uuid
@@ -14,7 +14,7 @@ _NAMESPACE = uuid.UUID("6f0b0f8e-5d0c-5b1e-9a51-2d1c8f6a7e43")
 
 
 def incident_id(run_id: str, attempt: int) -> str:
-    """Return the id of the incident that ended *attempt*: the same from whichever node asks."""
+    """Return the id of the incident that ended *attempt*: the same on every node."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}"))
 
 
@@ -24,12 +24,12 @@ def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
 
 
 def suspect_incident_id(run_id: str, node: str) -> str:
-    """Return the id of the incident of *node* as a suspect; there is one in a run."""
+    """Return the id of the incident of *node* as a suspect; a run has one."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/doubt {node}"))
 
 
 def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
-    """Return the id of the incident of *ranks* that differ from a state on."""
+    """Return the id of the incident of *ranks* whose replicas differ from a state on."""
     return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))
 
 
@@ -43,7 +43,7 @@ def with_action(incident: Incident, action: ActionKind) -> Incident:
 def mitigate(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> Incident:
     """Return *incident* as mitigated at *at_us*: the job has made its first step again.
 
-    *lost_s* holds the seconds known by now, by phase.
+    *lost_s*: the seconds known so far, by phase.
     """
     if incident.state is not IncidentState.OPEN:
         return incident
@@ -52,7 +52,7 @@ def mitigate(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> 
         state=IncidentState.MITIGATED,
         lost_s={**incident.lost_s, **lost_s},
         resolved_us=at_us,
-        resolution="the job makes steps again",
+        resolution="the job makes progress again",
         rev=incident.rev + 1,
     )
 
@@ -60,9 +60,9 @@ def mitigate(incident: Incident, *, at_us: int, lost_s: Mapping[str, float]) -> 
 def close(
     incident: Incident, *, at_us: int, lost_s: Mapping[str, float], resolution: str
 ) -> Incident:
-    """Return *incident* as closed with its whole cost.
+    """Return *incident* as closed with its total cost.
 
-    Where it had been mitigated, the moment of that stays the one it was resolved at.
+    If it was mitigated before, it keeps that time as the time of its resolution.
     """
     if incident.state is IncidentState.CLOSED:
         return incident

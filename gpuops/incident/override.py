@@ -1,9 +1,9 @@
-"""A site's own decision, which may overrule ours: asked in a process of its own, within 5 s.
+"""A site's plug-in that may override the decision: it runs in its own process, at most 5 s.
 
 The plug-in is a function that takes one dictionary (``reports``, ``cluster``, ``history``,
 ``now_s``, ``decision``: their JSON forms) and returns None, or a dictionary with any of
 ``verdict``, ``reason``, ``exclude`` (reasons by node), ``exclude_checkpoint``, ``backoff_s``.
-Whatever is wrong with it, our decision stands and a note says what it was.
+If it fails, gpuops' decision stands and a note says why.
 """
 
 import json
@@ -40,13 +40,13 @@ _NOTE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class SiteDecision:
-    """The decision that stands, and a note on what became of the site's; "" where it had none."""
+    """The final decision, and a note on the site's; "" if the site left it unchanged."""
 
     decision: RestartDecision
     note: str = ""
 
 
-def apply_site_decision(  # noqa: PLR0913  what was decided, on what, and whom to ask
+def apply_site_decision(  # noqa: PLR0913  the decision, its inputs and the plug-in
     own_decision: RestartDecision,
     *,
     plugin: str,
@@ -57,12 +57,12 @@ def apply_site_decision(  # noqa: PLR0913  what was decided, on what, and whom t
     env: Mapping[str, str],
     deadline_s: float = DEADLINE_S,
 ) -> SiteDecision:
-    """Return the decision after the site's *plugin* was asked; blocks for at most *deadline_s*.
+    """Return the decision after calling the site's *plugin*; blocks for at most *deadline_s*.
 
-    A second more where its process is stuck inside the kernel. Never raises for the plug-in.
+    One second more if its process is stuck inside the kernel. Errors of the plug-in do not raise.
 
     Args:
-        own_decision: What stands if the plug-in says nothing or cannot be asked.
+        own_decision: Stands if the plug-in returns None or fails.
         plugin: ``module:function``, or the path of a file, with ``:function`` if not ``decide``.
         reports: As for `gpuops.incident.decide.decide`.
         cluster: Likewise.
@@ -86,7 +86,7 @@ def apply_site_decision(  # noqa: PLR0913  what was decided, on what, and whom t
         decision = merge_answer(answer, own_decision, cluster)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         text = scrub(_printable(str(error)))[:_NOTE_CHARS]
-        return SiteDecision(own_decision, f"the site's decision {plugin} was not taken: {text}")
+        return SiteDecision(own_decision, f"the site's decision {plugin} was ignored: {text}")
     if decision is own_decision:
         return SiteDecision(own_decision)
     return SiteDecision(decision, f"the site's decision {plugin} replaces {own_decision.rule}")
@@ -95,11 +95,11 @@ def apply_site_decision(  # noqa: PLR0913  what was decided, on what, and whom t
 def merge_answer(
     answer: object, own_decision: RestartDecision, cluster: ClusterState
 ) -> RestartDecision:
-    """Return *own_decision* with what *answer* changes; *own_decision* where that is nothing.
+    """Return *own_decision* with the changes of *answer*; *own_decision* itself without any.
 
     Raises:
-        ValueError, TypeError: It is not an answer, names a node that is not there, or wants a
-            restart with too few nodes.
+        ValueError, TypeError: It is malformed, names an unknown node, or restarts with too few
+            nodes.
     """
     if answer is None or answer == {}:
         return own_decision
@@ -139,9 +139,9 @@ def merge_answer(
 def _check(action: RunAction, exclude: Mapping[str, str], cluster: ClusterState) -> None:
     unknown_nodes = sorted(set(exclude) - {*cluster.members, *cluster.live})
     if unknown_nodes:
-        raise ValueError(f"it excludes nodes that are not there: {', '.join(unknown_nodes[:8])}")
+        raise ValueError(f"it excludes unknown nodes: {', '.join(unknown_nodes[:8])}")
     if action is RunAction.RESTART and budget.trainable_nodes(cluster, exclude) == 0:
-        raise ValueError("it wants a restart with fewer nodes than the run needs")
+        raise ValueError("it restarts with fewer nodes than the run needs")
 
 
 def _command(plugin: str) -> list[str]:
@@ -153,7 +153,7 @@ def _encode(question: Mapping[str, Any]) -> bytes:
 
 
 def _with_package_path(env: Mapping[str, str]) -> dict[str, str]:
-    """Return *env* with this package on the path: in a checkout it may be on none."""
+    """Return *env* with this package on PYTHONPATH: a checkout may not be installed."""
     root = str(Path(__file__).parents[2])
     python_path = env.get("PYTHONPATH")
     return {**env, "PYTHONPATH": f"{python_path}:{root}" if python_path else root}
@@ -165,7 +165,7 @@ def _decode(process_result: ProgramAnswer, deadline_s: float) -> object:
     if process_result.exit_code != 0:
         lines = process_result.errors.decode(errors="replace").strip().splitlines()
         raise ValueError(
-            f"it ended with {process_result.exit_code}: {lines[-1] if lines else 'no word'}"
+            f"it ended with {process_result.exit_code}: {lines[-1] if lines else 'no message'}"
         )
     if process_result.cut:
         raise ValueError("it answered more than is read")

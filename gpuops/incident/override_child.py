@@ -1,7 +1,7 @@
-"""The process in which a site's own decision is made: JSON in, one call, JSON out.
+"""The process that runs a site's decision plug-in: JSON in, one call, JSON out.
 
-``python -m gpuops.incident.override_child PLUGIN``. What the plug-in prints goes to standard error;
-the answer goes where standard output was.
+``python -m gpuops.incident.override_child PLUGIN``. The plug-in's output goes to standard error;
+the answer goes to the original standard output.
 """
 
 import importlib
@@ -16,7 +16,7 @@ DEFAULT_FUNCTION = "decide"
 
 
 def main() -> None:
-    """Answer the question on standard input; an exception ends with its traceback and code 1."""
+    """Answer the question on standard input; an exception prints its traceback and exits with 1."""
     answer_fd = os.dup(1)
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -29,13 +29,13 @@ def load_function(plugin: str) -> Callable[[Any], Any]:
     """Return the function that *plugin* names: ``module:function`` or ``/path.py[:function]``.
 
     Raises:
-        ImportError, AttributeError, OSError: It is not there.
+        ImportError, AttributeError, OSError: It does not exist.
     """
     module_name, _, name = plugin.rpartition(":") if ":" in plugin else (plugin, "", "")
     function = getattr(_import_module(module_name), name or DEFAULT_FUNCTION)
     if not callable(function):
         raise TypeError(f"{plugin} is not a function")
-    return function  # type: ignore[no-any-return]  # any callable of a stranger's module
+    return function  # type: ignore[no-any-return]  # any callable of the site's module
 
 
 def _import_module(module_name: str) -> Any:  # noqa: ANN401 a module of the site

@@ -1,4 +1,4 @@
-"""When a failure is the same again: the software's own, one node's, or one checkpoint's."""
+"""Detect a repeated failure: of the software, of one node, or of one checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from gpuops.incident.signature import is_weak
 
 SAME_STEP_COUNT = 2  # the same failure at the same step, or before the first: deterministic
 STEP_UNKNOWN_COUNT = 3
-# "Soon after loading": a bad state shows within a few steps. A guess; wrong, it costs one restart.
+# A bad checkpoint shows within a few steps of loading. A guess; if wrong, it costs one restart.
 AFTER_LOAD_STEPS = 5
-# What a bad checkpoint can look like. Memory, lost peers and hardware are never blamed on it.
+# Possible failures of a bad checkpoint. Memory, lost peers and hardware are never blamed on it.
 _LOAD_FAILURE_CATEGORIES = frozenset(
     {"user_code", "crash", "unresolved", "storage", "checkpoint", "gpu_fault"}
 )
@@ -18,14 +18,14 @@ _LOAD_FAILURE_CATEGORIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RepeatedFault:
-    """The same software fault again. *earlier* are the matching failures, oldest first."""
+    """A repeated software fault. *earlier* are the matching failures, oldest first."""
 
     rule: str
     when: str
     earlier: tuple[PastFailure, ...]
 
     def only_node(self, failure: PastFailure) -> str | None:
-        """Return the only node that it ever fell on, None where there were others."""
+        """Return the only node that it occurred on, None if there were several."""
         nodes = {node for past in (*self.earlier, failure) for node in past.nodes}
         somewhere = all(past.nodes for past in (*self.earlier, failure))
         return nodes.pop() if len(nodes) == 1 and somewhere else None
@@ -34,10 +34,10 @@ class RepeatedFault:
 def find_software_fault(
     history: Sequence[PastFailure], failure: PastFailure
 ) -> RepeatedFault | None:
-    """Return how *failure* repeats earlier ones often enough to be called deterministic.
+    """Return the repeated fault if *failure* repeats earlier ones often enough, else None.
 
-    Only signatures count, and only where no newer checkpoint was written in between and no
-    generation in between got past the point.
+    Only failures with the same signature count, and only if no newer checkpoint was written and no
+    generation got past that step in between.
     """
     if failure.signature is None:
         return None
@@ -67,7 +67,7 @@ def _is_same(past: PastFailure, failure: PastFailure) -> bool:
 
 
 def _was_surpassed(since: Sequence[PastFailure], failure: PastFailure) -> bool:
-    """Say whether a generation *since* then got beyond the point of *failure*."""
+    """Return whether a generation of *since* got past the step of *failure*."""
     if not failure.has_stepped:
         return any(past.has_stepped for past in since)
     step = failure.step
@@ -81,7 +81,7 @@ def _is_newer(now: int | None, then: int | None) -> bool:
 
 
 def find_bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) -> int | None:
-    """Return the checkpoint after whose loading the run has failed twice; each is returned once."""
+    """Return the checkpoint that the run failed twice after loading; each is returned once."""
     step = failure.checkpoint_step
     if step is None or not _may_be_load_failure(failure):
         return None
@@ -97,9 +97,9 @@ def find_bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) ->
 
 
 def checkpoint_to_exclude(step: int | None, decision: RestartDecision) -> int | None:
-    """Return the checkpoint that is not to be loaded after *decision*; *step* was so far.
+    """Return the checkpoint to exclude after *decision*; *step* is excluded so far.
 
-    A run that has got well past it, and has saved since, has a good one of that step, or a later.
+    A run that got well past it, and has saved since, has a good one of that step or a later one.
     """
     if decision.exclude_checkpoint is not None or step is None:
         return decision.exclude_checkpoint

@@ -1,4 +1,4 @@
-"""From the ends of one generation's workers on one node to what its agent reports of it."""
+"""From the worker exits of one generation on one node to its agent's report."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,14 +13,14 @@ from gpuops.model import Entity, EntityKind, FailureClass, Role, Side, WorkerExi
 from gpuops.rules import LogRule
 from gpuops.scrub import scrub
 
-# What an exception of a worker may blame on its node: the driver's and the hardware's own words.
-# A full or dead file system and a lost connection are seen from this node, but need not be its own.
+# Categories in which an exception of a worker blames its node: errors of the driver and the
+# hardware. A full or dead file system and a lost connection need not be the fault of this node.
 _NODE_CATEGORIES = frozenset({"gpu_hw", "gpu_sw", "host_hw"})
 _INFRASTRUCTURE = frozenset({FailureClass.PORT_TAKEN, FailureClass.START_FAILED})
 _NO_UUIDS: Mapping[int, str] = {}
 
 
-def build_node_report(  # noqa: PLR0913  the agent's whole knowledge of one generation
+def build_node_report(  # noqa: PLR0913  all that the agent knows of one generation
     exits: Sequence[WorkerExit],
     *,
     node: str,
@@ -33,20 +33,20 @@ def build_node_report(  # noqa: PLR0913  the agent's whole knowledge of one gene
     checkpoint_step: int | None = None,
     has_stepped: bool | None = None,
 ) -> NodeReport:
-    """Return what *exits* say of *node*; their order does not matter.
+    """Return the report of *node* by *exits*; their order does not matter.
 
-    Of WORKERS_FAILED without a failure among *exits* STOPPED is made, or DONE where every worker
-    ended with code 0. The node is blamed only where the kernel log or the driver's own words in an
-    exception speak against it: never for an exception of the program or a SIGKILL. Where no worker
-    failed, the log speaks against it only by the job's own GPUs.
+    WORKERS_FAILED without a failure among *exits* becomes STOPPED, or DONE if every worker exited
+    with code 0. The node is blamed only by the kernel log or a driver error in an exception, never
+    for an exception of the program or a SIGKILL. If no worker failed, only kernel lines about the
+    job's own GPUs blame it.
 
     Args:
         exits: Every worker of the generation on this node.
         node: Its name.
         generation: 0-based.
         rules: Log rules (worker and kernel).
-        kernel_lines: The kernel log around the failure; none where it may not be read.
-        kind: What the agent saw; for a hang or a GPU fault the monitor's own account has the class.
+        kernel_lines: The kernel log around the failure; empty if it may not be read.
+        kind: What the agent saw; for a hang or a GPU fault the monitor's report has the class.
         gpu_uuids: The GPU of each local rank, as far as known.
         own_gpus: The PCI addresses of the job's GPUs, as far as known.
         checkpoint_step: The newest checkpoint known here.
@@ -85,12 +85,12 @@ def _report_kind(
 def _blames_node(cause: HostCause) -> bool:
     if cause.kernel is not None:
         return True
-    of_the_node = cause.failure_class.category in _NODE_CATEGORIES
-    return of_the_node and cause.side is Side.INFRA and bool(cause.blamed)
+    is_of_node = cause.failure_class.category in _NODE_CATEGORIES
+    return is_of_node and cause.side is Side.INFRA and bool(cause.blamed)
 
 
 def _culprits(cause: HostCause, node: str) -> tuple[Entity, ...]:
-    ranks = tuple(rank_entity(verdict.worker) for verdict in cause.blamed)
+    ranks = tuple(rank_entity(item.worker) for item in cause.blamed)
     return (*ranks, Entity(EntityKind.NODE, node)) if _blames_node(cause) else ranks
 
 
@@ -102,7 +102,7 @@ def _rank_ends(
     cause: HostCause, classified: Sequence[ClassifiedExit], gpu_uuids: Mapping[int, str]
 ) -> tuple[RankEnd, ...]:
     """Return every rank's end, the blamed ones first: a report holds a bounded number."""
-    blamed = {id(verdict) for verdict in cause.blamed}
+    blamed = {id(item) for item in cause.blamed}
     ordered = sorted(classified, key=lambda v: (id(v) not in blamed, v.worker.rank))
     return tuple(_rank_end(v, id(v) in blamed, gpu_uuids) for v in ordered)
 

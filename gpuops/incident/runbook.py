@@ -39,8 +39,8 @@ class Runbook:
     """One page.
 
     ``severity``: ``page`` a person now, open a ``ticket`` for working hours, or only ``note`` it.
-    ``action``: what policy does about it by itself; in observe mode only ever recommended, save
-    for the restart within the budget of ``gpuops run``.
+    ``action``: the automatic action; in observe mode it is only recommended, except for the restart
+    within the budget of ``gpuops run``.
     """
 
     failure_class: FailureClass
@@ -73,7 +73,7 @@ def load_runbooks(
 def failing_runbooks(findings: Iterable[Finding], directory: Path) -> dict[FailureClass, Runbook]:
     """Return the runbook of each failing class whose page is in *directory* and can be read.
 
-    A page that is missing or broken takes no node out: it is our mistake or the site's.
+    A missing or malformed page is skipped: it must not take a node out of service.
     """
     failing = {item.failure_class for item in findings if item.status is Status.FAIL}
     found = {}
@@ -121,7 +121,7 @@ def find_runbook(runbooks: Mapping[FailureClass, Runbook], name: str) -> Runbook
     """Return the runbook called *name*: a failure class, or the part after its dot if unique.
 
     Raises:
-        UsageError: There is none; names the closest.
+        UsageError: There is none; suggests the closest.
     """
     by_name = {kind.value: runbook for kind, runbook in runbooks.items()}
     wanted = name.removesuffix(".md").lower()

@@ -1,13 +1,13 @@
-"""The signature of a failure: equal for two failures of one and the same bug, and for little else.
+"""The signature of a failure: equal for two failures of the same bug, and for few others.
 
-``KeyError at data.py:88 in collate: '#'``: the exception's type, the innermost place in the user's
-code, the message without what differs from try to try (numbers, addresses, paths, ids, ranks). The
-line number stays in: within one run it only changes where somebody edited the program, and then one
-more attempt is right, while without it two bare ``assert``s in one function would be the same bug.
+``KeyError at data.py:88 in collate: '#'``: the exception's type, the innermost frame in the user's
+code, the message without what varies between attempts (numbers, addresses, paths, ids, ranks). The
+line number is included: within one run it changes only if the program was edited, and then one more
+attempt is right, while without it two bare ``assert``s in one function would be the same bug.
 
-Only a root in user code has a signature, because a repeated signature ends the run. What CUDA,
-NCCL, c10d, gloo, sockets, files, memory or a signal may have had a hand in has none, also where the
-program wrapped it in an exception of its own: then the cause stands in its traceback.
+Only a root in user code has a signature, because a repeated signature ends the run. Failures that
+CUDA, NCCL, c10d, gloo, sockets, files, memory or a signal may have caused have none, also if the
+program wrapped them in its own exception: then the cause is in the traceback.
 """
 
 import re
@@ -22,8 +22,8 @@ from gpuops.scrub import scrub
 MESSAGE_CHARS_MAX = 160
 SIGNATURE_CHARS_MAX = 320
 _READ_CHARS_MAX = 2000
-# Without an exception only an exit code and last words are left, which may be anyone's: that
-# it was the same again is believed later than of an exception.
+# Without an exception only an exit code and a last line are known, which may have other causes: a
+# repetition needs more occurrences than that of an exception.
 WEAK_PREFIX = "exit "
 
 _INFRASTRUCTURE_MODULE = re.compile(
@@ -68,7 +68,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def signature_of(classified: ClassifiedExit) -> str | None:
-    """Return the signature of a worker's end, None where the root is not known to be user code."""
+    """Return the signature of a worker's end, None unless the root is known to be user code."""
     worker = classified.worker
     if not _is_program_failure(classified):
         return None
@@ -88,12 +88,12 @@ def signature_of(classified: ClassifiedExit) -> str | None:
 
 
 def is_weak(signature: str) -> bool:
-    """Say whether *signature* is that of an exit code alone."""
+    """Return whether *signature* is that of an exit code alone."""
     return signature.startswith(WEAK_PREFIX)
 
 
 def normalize(message: str) -> str:
-    """Return *message* as one bounded line without what differs from try to try."""
+    """Return *message* as one bounded line without what varies between attempts."""
     text = scrub(message[:_READ_CHARS_MAX])
     for pattern in (_UUID, _PATH, _ADDRESS, _HEX, _NUMBER, _NOT_FINITE):
         text = pattern.sub("#", text)
@@ -104,8 +104,8 @@ def normalize(message: str) -> str:
 def innermost_frame(lines: Iterable[str]) -> str | None:
     """Return ``"data.py:88 in collate"``, the innermost frame of the user's own code in *lines*.
 
-    Where every frame is of installed packages it is the innermost of those: many train with a
-    package that they have installed.
+    If every frame is in installed packages it is the innermost of those: training code is often an
+    installed package.
     """
     frames = [match for line in lines if (match := _FRAME.match(exception.strip_rank_prefix(line)))]
     own = [frame for frame in frames if not _INSTALLED.search(frame["file"])] or frames
@@ -117,7 +117,7 @@ def innermost_frame(lines: Iterable[str]) -> str | None:
 
 
 def _is_program_failure(classified: ClassifiedExit) -> bool:
-    """Say whether nothing but the program itself explains the end; a teardown may have raised."""
+    """Return whether only the program itself explains the end; a teardown may have raised."""
     worker = classified.worker
     if classified.role is Role.TEARDOWN:
         return worker.exception_type is not None
@@ -148,9 +148,9 @@ def _is_infrastructure(kind: str, lines: Iterable[str]) -> bool:
 
 
 def _exit_signature(classified: ClassifiedExit) -> str | None:
-    """Return the signature of an exit code with last words; a bare code has none.
+    """Return the signature of an exit code with a last line; a bare code has none.
 
-    It is a weak one, unless a rule knows the words for the program's own.
+    It is weak, unless a rule matches the line as the program's own.
     """
     last_line = " ".join(classified.lines[:1]).strip()
     if not last_line:
@@ -166,7 +166,7 @@ def _exit_signature(classified: ClassifiedExit) -> str | None:
 
 
 def _last_traceback(worker: WorkerExit) -> list[str]:
-    """Return the log from the first traceback on: chained ones name the cause above the last."""
+    """Return the log from the first traceback on: in a chain the cause is above the last."""
     tail = [exception.strip_rank_prefix(line) for line in worker.log_tail]
     start = next((i for i, line in enumerate(tail) if line.startswith("Traceback (most")), 0)
     return tail[start:]

@@ -1,10 +1,10 @@
 """What a monitor suspects about one entity of a run, and what follows for a restart; pure.
 
-A suspicion is to a run what a `gpuops.model.Finding` is to a node. Which of several is the cause
-follows from failure class, level and confidence; never from which monitor reported first.
+A suspicion is to a run what a `gpuops.model.Finding` is to a node. Failure class, level and
+confidence decide which of several is the cause, never the order of the monitors' reports.
 
 A suspicion may be false, and a false one costs more than a slow node. A node that is only suspected
-never ends a generation or the run: the next restart leaves it out, if it can be spared.
+never ends a generation or the run: the next restart excludes it, if it can be spared.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -24,16 +24,16 @@ from gpuops.incident.decision import (
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.units import NS_PER_S
 
-# A GPU error that explains a failure comes at most so long before it.
+# A GPU error explains a failure that follows within this time.
 RECENT_S = 60.0
 _SHOWN = 3
 
 
 class SuspicionLevel(StrEnum):
-    """What follows from a suspicion, the gravest last."""
+    """The consequence of a suspicion, the most severe last."""
 
     NOTE = "note"  # nothing by itself; a confirmed one may explain a failure that follows
-    SUSPECT = "suspect"  # the next restart leaves its node out, if the node can be spared
+    SUSPECT = "suspect"  # the next restart excludes its node, if the node can be spared
     END = "end"  # ends the generation
 
 
@@ -43,11 +43,11 @@ _CONFIDENCES = tuple(Confidence)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion:
-    """What *source* (a monitor, a detector) holds against *entity*, of this node or another.
+    """What *source* (a monitor, a detector) suspects about *entity*, of this node or another.
 
-    ``node``: the node to blame, which a restart should do without; None where none is. ``value``
-    was compared with ``threshold``. ``also``: other entities that belong to it; ``ends``: what is
-    known of the ranks. Times are of this host's monotonic clock; ``last_ns`` None: it still holds.
+    ``node``: the node to blame, which a restart should exclude, if any. ``value`` was compared with
+    ``threshold``. ``also``: other entities that belong to it; ``ends``: what is known of the ranks.
+    Times are of this host's monotonic clock; ``last_ns`` None: it still holds.
     """
 
     entity: Entity
@@ -68,13 +68,13 @@ class Suspicion:
 
     @property
     def culprits(self) -> tuple[Entity, ...]:
-        """Return what is blamed; a node only if it is to be left out."""
+        """Return what is blamed; a node only if it is to be excluded."""
         parts = (item for item in (self.entity, *self.also) if item.kind is not EntityKind.NODE)
         node = () if self.node is None else (Entity(EntityKind.NODE, self.node),)
         return (*dict.fromkeys(parts), *node)
 
     def explains_failures(self, now_ns: int) -> bool:
-        """Say whether it explains a hang, or a failure of workers, that is noticed at *now_ns*."""
+        """Return whether it explains a hang, or a failure of workers, noticed at *now_ns*."""
         if self.confidence is not Confidence.CONFIRMED or self.kind is ReportKind.HANG:
             return False
         return self.last_ns is None or now_ns - self.last_ns <= RECENT_S * NS_PER_S
@@ -102,7 +102,7 @@ def suspect_report(suspicion: Suspicion, generation: int) -> NodeReport:
 
 
 def explain(report: NodeReport, suspicions: Iterable[Suspicion], now_ns: int) -> NodeReport:
-    """Return *report* of workers' ends with what a monitor saw just before, if that explains them.
+    """Return *report* of worker exits, with a suspicion from just before that explains them.
 
     An exception of the program's own explains itself.
     """
@@ -122,7 +122,7 @@ def explain(report: NodeReport, suspicions: Iterable[Suspicion], now_ns: int) ->
 
 
 def _strongest_first(suspicion: Suspicion) -> tuple[int, bool, int, int, str, Entity]:
-    """Return a total order of suspicions that does not depend on who spoke first."""
+    """Return a total order of suspicions that does not depend on their order of arrival."""
     return (
         causal_rank_of(_report([suspicion], "", 0)),
         suspicion.kind is ReportKind.HANG,
@@ -154,15 +154,15 @@ def _report(suspicions: Sequence[Suspicion], node: str, generation: int) -> Node
 
 
 def suspects_to_exclude(cluster: ClusterState, excluded: Collection[str]) -> dict[str, str]:
-    """Return the suspected nodes that the next generation leaves out, with the reasons.
+    """Return the suspected nodes that the next generation excludes, with the reasons.
 
-    Oldest suspicion first, each as long as a spare replaces it, or the run may shrink
-    (`OnExhausted.SHRINK`) and no other node leaves the run with it. None where more than half of
-    the nodes are suspected: then the monitor is at fault.
+    Oldest suspicion first, each if a spare replaces it, or if the run may shrink
+    (`OnExhausted.SHRINK`) and no other node leaves the run with it. None if more than half of the
+    nodes are suspected: then the monitor is at fault.
 
     Args:
         cluster: The nodes, and the suspected ones.
-        excluded: The nodes that are left out already.
+        excluded: The nodes that are already excluded.
     """
     remaining = candidates(cluster, excluded)
     suspected = {node: why for node, why in cluster.suspected.items() if node in remaining}
@@ -171,7 +171,7 @@ def suspects_to_exclude(cluster: ClusterState, excluded: Collection[str]) -> dic
         return chosen
     for node, why in suspected.items():
         if _can_be_spared(node, cluster, {*excluded, *chosen}):
-            chosen[node] = f"doubted: {why}"[:TEXT_CHARS_MAX]
+            chosen[node] = f"suspected: {why}"[:TEXT_CHARS_MAX]
     return chosen
 
 

@@ -1,1 +1,1 @@
-"""What a run cost and why: statistics over the store, and how they are shown."""
+"""What a run cost and why: statistics from the store, and their rendering."""

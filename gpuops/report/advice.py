@@ -1,4 +1,4 @@
-"""What the account of a run suggests, each with the seconds that it is about."""
+"""Advice from the time breakdown of a run, with the seconds concerned."""
 
 from gpuops.model import EntityKind, FailureClass, Incident, IncidentState
 from gpuops.report.time_breakdown import RunBreakdown, TimePhase
@@ -21,16 +21,16 @@ def advice(breakdown: RunBreakdown) -> list[str]:
     found += _open(breakdown)
     failures = [i for i in breakdown.incidents if not i.failure_class.is_request]
     if not found and failures:
-        found.append("nothing to change: what failed was handled and cost what it had to")
+        found.append("nothing to change: the failures were handled at minimal cost")
     return found
 
 
 def _differing(breakdown: RunBreakdown) -> list[str]:
-    """Return what to check, and where to go on from, for ranks that differ and still do."""
+    """Return what to check, and where to resume from, for ranks that still differ."""
     return [
         (
-            f"{item.title}, and no later comparison found them equal: {_to_check(item)}; go on from"
-            f" a checkpoint of before; gpuops runbook {item.failure_class.value}"
+            f"{item.title}, and no later comparison found them equal: {_to_check(item)}; resume"
+            f" from an earlier checkpoint; gpuops runbook {item.failure_class.value}"
         )
         for item in breakdown.incidents
         if item.failure_class is FailureClass.REPLICAS_DIFFER and item.state is IncidentState.OPEN
@@ -38,7 +38,7 @@ def _differing(breakdown: RunBreakdown) -> list[str]:
 
 
 def _to_check(incident: Incident) -> str:
-    """Return in which nodes a device may be wrong; where only ranks are known, these."""
+    """Return the nodes in which a device may be faulty; if only ranks are known, these."""
     ranks = [item.id for item in incident.culprits if item.kind is EntityKind.RANK]
     known = [item for item in incident.culprits if item.kind is EntityKind.NODE]
     evidence_nodes = [item.entity for item in incident.evidence if item.entity is not None]
@@ -77,7 +77,7 @@ def _redone(breakdown: RunBreakdown) -> list[str]:
 
 
 def _stepless(breakdown: RunBreakdown) -> list[str]:
-    """Return why attempts that failed without a step are lost as a whole."""
+    """Return why attempts that failed without a step are lost entirely."""
     lost = [
         str(item.row.ordinal)
         for item in breakdown.attempts
@@ -89,7 +89,7 @@ def _stepless(breakdown: RunBreakdown) -> list[str]:
     return [
         (
             f"{noun} {', '.join(lost)} failed before a step was seen, so all of that time counts as"
-            " lost; steps are seen where the script uses an optimizer of torch"
+            " lost; steps are seen if the script uses a torch optimizer"
         )
     ]
 
@@ -99,7 +99,7 @@ def _unseen(breakdown: RunBreakdown) -> list[str]:
     if unknown_s <= 0:
         return []
     if breakdown.is_live:
-        why = "the run has no end on record, so what its last attempt did is not either"
+        why = "the run has no end on record, so neither has what its last attempt did"
     elif all(attempt.row.first_step_us is None for attempt in breakdown.attempts):
         why = "no optimizer step was seen, so productive time cannot be told from the rest"
     else:
@@ -108,7 +108,7 @@ def _unseen(breakdown: RunBreakdown) -> list[str]:
 
 
 def _repeated(breakdown: RunBreakdown) -> list[str]:
-    """Return a warning where the same program error ended attempts one after the other."""
+    """Return a warning if the same program error ended several attempts."""
     kinds = (FailureClass.USER_EXCEPTION, FailureClass.CUDA_OOM, FailureClass.USER_EARLY_EXIT)
     programs = [item for item in breakdown.incidents if item.failure_class in kinds]
     seen: dict[tuple[str, str], list[Incident]] = {}

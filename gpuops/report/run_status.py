@@ -1,8 +1,8 @@
 """A run that may be in progress: its folder, its control store, its agent on this machine.
 
-Every read has a deadline and returns None where nothing is found. What a folder contains is trusted
-only as an address to query. An agent's state file names its process; reading is apart from judging:
-a process id may belong to another process since, and on another node it means nothing.
+Every read has a deadline and returns None if nothing is found. The content of a folder is trusted
+only as an address to query. An agent's state file names its process; reading is separate from
+judging: a process id may belong to another process since, and is meaningless on another node.
 """
 
 import http.client
@@ -43,10 +43,10 @@ _DEAD_STATES = frozenset("ZX")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentObservation:
-    """What a run's state file says, and the process that has its agent's id now.
+    """A run's state file, and the process that has its agent's id now.
 
-    ``can_see_all`` says whether a process that was not found is not there: on a hardened system a
-    user sees only their own. ``started_us`` is when the process began, None where it is not known.
+    ``can_see_all``: a process that was not found does not exist; on a hardened system a user sees
+    only their own. ``started_us`` is when the process started, None if unknown.
     """
 
     state: Mapping[str, Any]
@@ -56,7 +56,7 @@ class AgentObservation:
 
 
 def observe_agent(run_dir: Path, root: Path = Path("/")) -> AgentObservation | None:
-    """Return what is to be seen of the agent that wrote *run_dir*, None without a state file."""
+    """Return the observation of the agent that wrote *run_dir*, None without a state file."""
     found = read_state(run_dir / "state.json")
     if found is None:
         return None
@@ -72,7 +72,7 @@ def observe_agent(run_dir: Path, root: Path = Path("/")) -> AgentObservation | N
 
 
 def judge_liveness(run: RunRow, node: str, observation: AgentObservation | None) -> AgentLiveness:
-    """Return what has become of the agent of *run*, as far as *observation* on *node* shows."""
+    """Return whether the agent of *run* is running, as far as *observation* on *node* shows."""
     if observation is None or not isinstance(observation.state.get("agent_pid"), int):
         return AgentLiveness.UNKNOWN
     if (observation.state.get("run_id"), observation.state.get("node")) != (run.id, node):
@@ -91,9 +91,9 @@ def judge_liveness(run: RunRow, node: str, observation: AgentObservation | None)
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], int] | None:
-    """Return the state in *path* and the user that it belongs to, None where there is none."""
+    """Return the state in *path* and the uid of its owner, None if there is none."""
     try:
-        # A run directory is what the store says it is: it may name anything.
+        # The path comes from the store: it may name anything.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
@@ -126,7 +126,7 @@ QUERY_TIMEOUT_S = 2.0
 
 
 def find_run_folder(parent: Path, wanted_name: str | None) -> Path | None:
-    """Return the folder of the run *wanted_name* (an end of its id or name), else of the newest.
+    """Return the folder of the run *wanted_name* (an end of its id, or a folder), else the newest.
 
     Names begin with the time of the launch, so that the last by name is the newest.
     """
@@ -142,7 +142,7 @@ def find_run_folder(parent: Path, wanted_name: str | None) -> Path | None:
 
 
 def read_states(folder: Path) -> Iterator[dict[str, Any]]:
-    """Return what the agents of a run say in its folder, group rank 0's first."""
+    """Return the state files of a run's agents in its folder, that of group rank 0 first."""
     try:
         paths = sorted(folder.glob("state*.json"), key=lambda path: (len(path.name), path.name))
     except OSError:
@@ -154,7 +154,7 @@ def read_states(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_control_store(store: ControlStore) -> RunView | None:
-    """Return the run as *store* has it, None where it has none.
+    """Return the run in *store*, None if it has none.
 
     Raises:
         ControlStoreError: See `ControlStore`.
@@ -165,9 +165,9 @@ def read_control_store(store: ControlStore) -> RunView | None:
     try:
         record = ControlRecord.from_bytes(entry.value)
     except RecordError as exc:
-        raise ControlStoreError(f"the board's record cannot be read: {exc}") from exc
+        raise ControlStoreError(f"the control store's record cannot be read: {exc}") from exc
     keys = ControlKeys(run_id=record.run_id)
-    # The only way to read the control store's time; the key is no agent's.
+    # The only way to read the control store's time; no agent has this key.
     reply = store.heartbeat(
         f"{keys.prefix}/onlooker",
         pack({}),
@@ -183,7 +183,7 @@ def read_control_store(store: ControlStore) -> RunView | None:
 
 
 def query_agent(port: object) -> Mapping[str, Any] | None:
-    """Return the state of the agent that listens on *port* of this machine."""
+    """Return the state of the agent that listens on *port* of this host."""
     number = int_or_none(port)
     if number is None or not 0 < number < 2**16:
         return None
@@ -210,7 +210,7 @@ def _matches_name(folder: Path, wanted_name: str | None) -> bool:
 
 
 def _roster(store: ControlStore, keys: ControlKeys, record: ControlRecord) -> Roster | None:
-    """Return the roster of the record's generation, else of the one before that is being left."""
+    """Return the roster of the record's generation, else of the one before, which is ending."""
     for generation in (record.generation, record.generation - 1):
         if generation < 0:
             continue

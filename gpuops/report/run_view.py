@@ -1,6 +1,6 @@
-"""The state of a run now: one view, from the control store, an agent, its files or the store.
+"""The current state of a run: one view, from the control store, an agent, its files or the store.
 
-Pure: each function turns what was read into the same `RunView`; what a source does not know stays
+Pure: each function converts what was read into a `RunView`; values that a source does not know are
 None. What other processes wrote is bounded and read by type.
 """
 
@@ -31,10 +31,10 @@ class RunNodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """The newest state that the job can resume from; with several nodes what the last one has.
+    """The newest state that the job can resume from; with several nodes, the oldest of theirs.
 
-    ``tier``: ``memory`` or ``persistent``. ``skipped`` saves found no free slot. ``copies``: each
-    node's part of it is in the memory of so many nodes, its own among them.
+    ``tier``: ``memory`` or ``persistent``. ``skipped`` saves found no free slot. ``copies``: the
+    number of nodes that hold each node's part of it in memory, including its own.
     """
 
     step: int | None = None
@@ -48,11 +48,11 @@ class CheckpointView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One run. ``source`` says where from: ``board``, ``agent``, ``file`` or ``store``.
+    """One run. ``source``: ``board`` (the control store), ``agent``, ``file`` or ``store``.
 
-    ``phase`` is the control record's (``form``, ``run``, ``gather``, ``drain``, ``stop``), or what
-    a file says (``running``, ``restarting``, ``ended``). ``control_time_s``: when the
-    control store was read.
+    ``phase`` is that of the control record (``form``, ``run``, ``gather``, ``drain``, ``stop``), or
+    of a file (``running``, ``restarting``, ``ended``). ``control_time_s``: when the control store
+    was read.
     """
 
     run_id: str
@@ -68,7 +68,7 @@ class RunView:
     spares: tuple[str, ...] = ()
     spare_seqs: Mapping[str, int] = field(default_factory=dict)  # grow while their agents live
     excluded: Mapping[str, str] = field(default_factory=dict)
-    suspected: Mapping[str, str] = field(default_factory=dict)  # to be left out by a restart
+    suspected: Mapping[str, str] = field(default_factory=dict)  # a restart excludes them
     restarts_used: int | None = None
     restarts_max: int | None = None
     decision: Mapping[str, Any] | None = None
@@ -78,25 +78,25 @@ class RunView:
 
     @property
     def step(self) -> int | None:
-        """Return the step that every node has made, None where one does not say."""
+        """Return the step that every node has made, None if one does not report it."""
         steps = [node.step for node in self.nodes]
         known = [step for step in steps if step is not None]
         return min(known) if known and len(known) == len(steps) else None
 
     def without_dead(self, silent_s: Mapping[str, float], dead_s: float) -> "RunView":
-        """Return it without the spares that have been silent for *dead_s*, which a note names."""
+        """Return it without the spares that have been silent for *dead_s*; a note names them."""
         dead = [name for name in self.spares if silent_s.get(name, 0.0) >= dead_s]
         if not dead:
             return self
         return replace(
             self,
             spares=tuple(name for name in self.spares if name not in dead),
-            notes=(*self.notes, f"not in the run, and sends no heartbeat: {', '.join(dead)}"),
+            notes=(*self.notes, f"not in the run, without heartbeats: {', '.join(dead)}"),
         )
 
     @property
     def is_over(self) -> bool:
-        """Say whether there is nothing more to watch."""
+        """Return whether the run has ended."""
         return self.phase in ("stop", "ended", "completed", "failed", "cancelled")
 
     def to_json(self) -> Json:
@@ -131,7 +131,7 @@ def from_control_store(
     heartbeats: Mapping[str, Mapping[str, Any]],
     control_time_s: float,
 ) -> RunView:
-    """Return the run as its control store has it; *agents* and *heartbeats* are by agent id."""
+    """Return the run by its control store; *agents* and *heartbeats* are by agent id."""
     members = () if roster is None else roster.members
     assigned = {member.agent for member in members}
     nodes = []
@@ -205,7 +205,7 @@ def from_agent(state: Mapping[str, Any]) -> RunView:
 
 
 def from_files(states: Sequence[Mapping[str, Any]]) -> RunView:
-    """Return the run as its state files have it: the newest generation's, at least one."""
+    """Return the run by its state files (at least one): those of the newest generation."""
     newest = max(int_or_none(state.get("generation")) or 0 for state in states)
     current = [state for state in states if (int_or_none(state.get("generation")) or 0) == newest]
     first = current[0]
@@ -238,7 +238,7 @@ def from_store(
     exclusions: Sequence[ExclusionRow],
     now_us: int,
 ) -> RunView:
-    """Return the run as the store has it: as old as what its agents have sent."""
+    """Return the run by the incident store: as current as the events that its agents have sent."""
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -273,7 +273,7 @@ def _age_s(then_us: int | None, now_us: int) -> float | None:
 
 
 def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the excluded nodes, by *state*."""
+    """Return the excluded nodes in *state*."""
     excluded = state.get("excluded")
     return (
         {text_or_empty(k): text_or_empty(v) for k, v in excluded.items()}
@@ -283,14 +283,14 @@ def excluded_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def suspected_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suspected nodes that are not excluded yet, by *state*."""
+    """Return the suspected nodes in *state* that are not excluded."""
     excluded = excluded_of(state)
     suspected = excluded_of({"excluded": state.get("doubted")})
     return {node: why for node, why in suspected.items() if node not in excluded}
 
 
 def budget_of(state: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return how many restarts are used, of how many, by *state*."""
+    """Return the restarts used, and their maximum, in *state*."""
     budget = state.get("budget")
     if not isinstance(budget, Mapping):
         return None, None
@@ -304,14 +304,14 @@ def int_or_none(value: object) -> int | None:
 
 
 def seconds_or_none(value: object) -> float | None:
-    """Return *value* if it is a duration of less than a century."""
+    """Return *value* if it is a duration below 4e9 s."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 4e9:
         return None
     return float(value)
 
 
 def text_or_empty(value: object) -> str:
-    """Return *value* if it is text, cut; else nothing."""
+    """Return *value* truncated if it is text, else ""."""
     return value[:TEXT_CHARS_MAX] if isinstance(value, str) else ""
 
 
@@ -341,7 +341,7 @@ def _node_json(node: RunNodeView) -> Json:
 
 
 def checkpoint_of(value: object) -> CheckpointView | None:
-    """Return what an agent says of its node's checkpoints, None where it keeps none."""
+    """Return an agent's view of its node's checkpoints, None if it keeps none."""
     if not isinstance(value, Mapping):
         return None
     return CheckpointView(
@@ -356,7 +356,7 @@ def checkpoint_of(value: object) -> CheckpointView | None:
 
 
 def _least_checkpoint(found: Sequence[CheckpointView | None]) -> CheckpointView | None:
-    """Return the least that a node has: all of them are needed to resume from a state."""
+    """Return the oldest of the nodes' checkpoints: a resume needs the parts of all nodes."""
     known = [view for view in found if view is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: every microsecond in exactly one phase.
+"""Break down the wall time of a run: every microsecond is in exactly one phase.
 
 The share of productive time is the Effective Training Time Ratio of arXiv 2410.21680 (Revisiting
 Reliability in Large-Scale Machine Learning Research Clusters), ETTR = productive / wall,
@@ -6,15 +6,14 @@ taken over the logical run with all its restarts. Here the wall time begins with
 time in a queue is not in it (``ETTR_alloc``).
 
 A failure costs detection, the decision, the rendezvous, the start of new workers up to their first
-step (`INIT`), the reading of a checkpoint (`RESTORE`) and the steps that are made again. When the
-decision was, its incident tells (``decide``); where it does not, as in histories of before, all
-from the detection to the first new step is `RESTART`.
+step (`INIT`), the reading of a checkpoint (`RESTORE`) and the steps that are made again. The
+incident has the time of the decision (``decide``); without it, as in older histories, all from the
+detection to the first new step is `RESTART`.
 
-Three decisions of ours. A step that is made twice counts as productive the first time and as
-``redo`` the second, so that lost work is charged to the failure that caused it. An attempt that
-failed without a step is lost as a whole: its start is the last progress there was, so all of it is
-``detect``, as in its incident. And what cannot be known (no step numbers, no heartbeats, no end on
-record) is a phase of its own, never folded into another.
+Three conventions. A step that is made twice counts as productive the first time and as ``redo`` the
+second, so that lost work is charged to the failure that caused it. An attempt that failed without a
+step is lost entirely: its start is the last progress, so all of it is ``detect``, as in its
+incident. Unknown time (no step numbers, no heartbeats, no end on record) is a separate phase.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,15 +41,15 @@ class TimePhase(StrEnum):
 
 
 class AgentLiveness(StrEnum):
-    """What has become of the agent of a run without an end on record."""
+    """The state of the agent of a run without an end on record."""
 
     RUNNING = "running"
     GONE = "gone"
     UNKNOWN = "unknown"
 
 
-REGROUPED = "regrouped"  # the outcome of an attempt that was ended to take more nodes in
-# In the order in which they follow each other. The first attempt's init is no failure's.
+REGROUPED = "regrouped"  # the outcome of an attempt that was ended to add nodes
+# In chronological order. The init of the first attempt is not lost.
 LOST_PHASES = (
     TimePhase.DETECT,
     TimePhase.DECIDE,
@@ -66,7 +65,7 @@ _YEAR_S = 366 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """A stretch of one phase; epoch µs, the end excluded."""
+    """An interval of one phase; epoch µs, the end excluded."""
 
     phase: TimePhase
     ordinal: int
@@ -80,7 +79,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """When the failure of an attempt was noticed, epoch µs, and what its incident says it cost.
+    """When the failure of an attempt was detected, epoch µs, and its cost by its incident.
 
     The durations are µs; None: not reported.
     """
@@ -98,9 +97,9 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptBreakdown:
-    """One attempt with what it redid.
+    """One attempt with the steps that it repeated.
 
-    ``redone_steps`` is None where step numbers are unknown. ``restarted_from_scratch`` means that
+    ``redone_steps`` is None if step numbers are unknown. ``restarted_from_scratch`` means that
     it started at or before the first step of the whole run: it loaded no checkpoint.
     """
 
@@ -111,7 +110,7 @@ class AttemptBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBreakdown:
-    """A run, accounted. The spans lie end to end from ``start_us`` to ``end_us``."""
+    """A run with its time breakdown. The spans are contiguous from ``start_us`` to ``end_us``."""
 
     run: RunRow
     attempts: tuple[AttemptBreakdown, ...]
@@ -125,7 +124,7 @@ class RunBreakdown:
 
     @property
     def wall_s(self) -> float:
-        """Return the seconds from the launch to the end, or to the last news of a live run."""
+        """Return the seconds from the launch to the end, or to the last event of a live run."""
         return (self.end_us - self.start_us) / US_PER_S
 
     @property
@@ -138,7 +137,7 @@ class RunBreakdown:
 
     @property
     def lost(self) -> dict[TimePhase, float]:
-        """Return the seconds that failures took, by phase; the first attempt's start is none."""
+        """Return the seconds lost to failures, by phase, without the first attempt's start."""
         first = self.attempts[0].row.ordinal if self.attempts else 0
         spans = [s for s in self.spans if s.phase not in _LAUNCH_PHASES or s.ordinal != first]
         return {
@@ -148,12 +147,12 @@ class RunBreakdown:
 
     @property
     def lost_s(self) -> float:
-        """Return the seconds that failures took, from detection to the last repeated step."""
+        """Return the seconds lost to failures, from detection to the last repeated step."""
         return sum(self.lost.values())
 
     @property
     def ettr_alloc(self) -> float | None:
-        """Return productive / wall, None for a run of no length; unknown time counts as lost."""
+        """Return productive / wall, None if the wall time is zero; unknown time counts as lost."""
         return self.seconds[TimePhase.PRODUCTIVE] / self.wall_s if self.wall_s > 0 else None
 
     @property
@@ -165,19 +164,19 @@ class RunBreakdown:
 
     @property
     def redone_steps(self) -> int | None:
-        """Return the steps made more than once, None where an attempt's are not known."""
+        """Return the steps made more than once, None if those of an attempt are unknown."""
         counts = [attempt.redone_steps for attempt in self.attempts]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     @property
     def is_live(self) -> bool:
-        """Say whether the run has no end on record; its agent may be gone all the same."""
+        """Return whether the run has no end on record; its agent may be gone nevertheless."""
         return self.run.ended_us is None
 
     @property
     def has_failed(self) -> bool:
-        """Say whether the run or an attempt of it failed, as far as is on record."""
+        """Return whether the run or one of its attempts failed, as far as recorded."""
         outcomes = [self.run.outcome, *(attempt.row.outcome for attempt in self.attempts)]
         return "failed" in outcomes or any(map(_is_failure, self.incidents))
 
@@ -190,14 +189,14 @@ def break_down_run(
     last_event_us: int | None = None,
     agent: AgentLiveness = AgentLiveness.UNKNOWN,
 ) -> RunBreakdown:
-    """Return where the time of *run* went.
+    """Return the time breakdown of *run*.
 
     Args:
         run: The run.
         attempts: Its attempts, in any order.
         incidents: Its incidents, in any order; they date the decision to restart.
-        last_event_us: The time of its newest event, where a run without an end is counted to.
-        agent: What is known of its agent, for a run without an end.
+        last_event_us: The time of its newest event: the end of a run without an end on record.
+        agent: The state of its agent, for a run without an end.
     """
     rows = sorted(attempts, key=lambda row: row.ordinal)
     start_us, end_us = _time_range(run, rows, incidents, last_event_us)
@@ -239,7 +238,7 @@ def _is_failure(incident: Incident) -> bool:
 
 
 def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:
-    """Return the failure of each attempt, by the account of it that noticed it first."""
+    """Return the failure of each attempt, by the incident that was detected first."""
     found: dict[int, _Failure] = {}
     for incident in filter(_is_failure, incidents):
         if incident.attempt is None:
@@ -258,7 +257,7 @@ def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:
 
 def _lost_us(incident: Incident, phase: str) -> int | None:
     seconds = incident.lost_s.get(phase)
-    # Whatever was recorded, no phase is longer than a year or shorter than nothing.
+    # Limits a recorded value to a range from 0 to a year.
     return None if seconds is None else round(min(max(seconds, 0.0), _YEAR_S) * US_PER_S)
 
 
@@ -269,7 +268,7 @@ def _spans(
     start_us: int,
     end_us: int,
 ) -> tuple[PhaseSpan, ...]:
-    """Return spans that lie end to end, whatever order or gaps the recorded times have."""
+    """Return contiguous spans, whatever order or gaps the recorded times have."""
     spans: list[PhaseSpan] = []
     cursor = start_us
     for phase, ordinal, until in [
@@ -286,7 +285,7 @@ def _spans(
 def _trailing_boundary(
     run: RunRow, rows: Sequence[AttemptRow], failures: Mapping[int, _Failure], end_us: int
 ) -> list[tuple[TimePhase, int, int]]:
-    """Return what comes after the last attempt."""
+    """Return the phase after the last attempt."""
     if not rows:
         return [(TimePhase.OTHER, 0, end_us)]
     last = rows[-1]
@@ -306,7 +305,7 @@ def _trailing_boundary(
 def _boundaries(
     rows: Sequence[AttemptRow], failures: Mapping[int, _Failure]
 ) -> list[tuple[TimePhase, int, int]]:
-    """Return (phase, attempt, until when), in the order in which they follow each other."""
+    """Return (phase, attempt, end µs) in chronological order."""
     steps_are_seen = any(row.first_step_us is not None for row in rows)
     boundaries: list[tuple[TimePhase, int, int]] = []
     for index, row in enumerate(rows):
@@ -332,7 +331,7 @@ def _failure_boundary(
     *,
     steps_are_seen: bool,
 ) -> list[tuple[TimePhase, int]]:
-    """Return what the time from the last progress of an attempt to its end was."""
+    """Return the phase from the last progress of an attempt to its end."""
     row = rows[index]
     has_failed = row.outcome == "failed" or failure is not None or index + 1 < len(rows)
     stop_us = row.end_us if failure is None else failure.detected_us
@@ -343,7 +342,7 @@ def _failure_boundary(
         if row.outcome == REGROUPED and failure is None:
             phase = TimePhase.RESTART
         elif row.start_us is None and row.first_step_us is None and row.end_us is None:
-            phase = _phase_before_start(index, previous_failure)  # it was to begin, and did not
+            phase = _phase_before_start(index, previous_failure)  # it never started
     else:
         phase = (
             _phase_before_first_step(index, previous_failure)
@@ -373,7 +372,7 @@ def _progress_boundaries(
 
 
 def _phase_before_start(index: int, previous_failure: _Failure | None) -> TimePhase:
-    """Return what the time before an attempt's workers were started was spent on."""
+    """Return the phase before an attempt's workers were started."""
     if index == 0:
         return TimePhase.INIT
     is_known = previous_failure is not None and previous_failure.decided_us is not None
@@ -407,7 +406,7 @@ def _step_boundaries(
 
 
 def _highest_step(rows: Sequence[AttemptRow]) -> int | None:
-    """Return the highest step that *rows* reached, None where one that stepped does not say."""
+    """Return the highest step of *rows*, None if one that stepped has no step number."""
     stepped = [row for row in rows if row.first_step_us is not None]
     steps = [row.steps_last for row in stepped if row.steps_last is not None]
     return max(steps) if steps and len(steps) == len(stepped) else None

@@ -1,20 +1,18 @@
-"""What slurmd tells its hooks in their environment.
+"""The environment that slurmd gives its hooks.
 
 Source: Slurm's Prolog and Epilog Guide, "Environment variables". A hook gets neither PATH nor
 HOME, a HealthCheckProgram nothing but SLURMD_NODENAME.
 
 ``SLURM_JOB_GPUS`` counts the GPUs of this node from 0: the device files in the order of gres.conf,
-or the GPUs by PCI address with ``AutoDetect=nvml``. Where the driver gave out the minor numbers in
-another order, the same number is one GPU here and another there (gres.conf(5), "Links").
+or the GPUs by PCI address with ``AutoDetect=nvml``. If the driver assigned the minor numbers in
+another order, one number means two different GPUs (gres.conf(5), "Links").
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuops.errors import EXIT_NODE_UNHEALTHY
-
-# Before a number that Slurm gave a GPU.
+# The prefix of a GPU number that Slurm assigned.
 NUMBERED = "slurm:"
 
 _JOB_ID = "SLURM_JOB_ID"
@@ -25,11 +23,11 @@ _EXIT_STATUSES = ("SLURM_JOB_EXIT_CODE", "SLURM_JOB_DERIVED_EC")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookJob:
-    """The job that a hook is for.
+    """The job that a hook runs for.
 
-    ``gpus``: its GPUs on this node as ``slurm:3``, None where Slurm does not tell: a job without
+    ``gpus``: its GPUs on this node as ``slurm:3``, None if Slurm does not set them: a job without
     GPUs looks like one of a site whose gres.conf names no device files. ``exit_codes``: of the
-    batch script and the worst of its steps, 128 + N for signal N; a prolog knows none.
+    batch script and the worst of its steps, 128 + N for signal N; empty in a prolog.
     """
 
     id: str | None = None
@@ -39,17 +37,12 @@ class HookJob:
 
     @property
     def failed(self) -> bool:
-        """Say whether the job ended with anything but zero."""
+        """Return whether the job ended with anything but zero."""
         return any(self.exit_codes)
-
-    @property
-    def hints_at_the_node(self) -> bool:
-        """Say whether the job claims that this node is unhealthy; anybody can claim that."""
-        return EXIT_NODE_UNHEALTHY in self.exit_codes
 
 
 def job_of(env: Mapping[str, str]) -> HookJob:
-    """Return the job that *env* of a prolog or epilog tells of."""
+    """Return the job in the environment *env* of a prolog or epilog."""
     codes = tuple(
         code for name in _EXIT_STATUSES if (code := _exit_code(env.get(name))) is not None
     )
@@ -67,7 +60,7 @@ def _number(text: str | None) -> str | None:
 
 
 def _numbers(text: str | None) -> frozenset[str] | None:
-    """Return the numbers in ``0,2-3``; None where there is anything else in it: all are meant."""
+    """Return the numbers in ``0,2-3``; None if it holds anything else: then all GPUs are meant."""
     if not text:
         return None
     found: set[str] = set()

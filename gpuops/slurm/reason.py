@@ -1,12 +1,12 @@
-"""The reasons of our drains: whose they are is read from their text.
+"""The reasons of drains by gpuops, which it recognises by their text.
 
-``gpuops: fail gpu_xid GPU-1a2b 79 -> reboot #4f3c2a1b``: the check, what it is about, the value,
-what to do, and the last digits of the incident's id.
+``gpuops: fail gpu_xid GPU-1a2b 79 -> reboot #4f3c2a1b``: the check, the entity, the value, the
+action, and the last digits of the incident's id.
 """
 
 PREFIX = "gpuops: "
 LENGTH_MAX = 80
-# What slurmd writes where a hook ends with anything but zero (slurmd/req.c).
+# The reason that slurmd sets when a hook ends with anything but zero (slurmd/req.c).
 OF_SLURMD = {"prolog": "Prolog error", "epilog": "Epilog error"}
 _SHOWN_ID = 8
 
@@ -16,7 +16,7 @@ def reason_text(
 ) -> str:
     """Return the reason of a drain, at most `LENGTH_MAX` printable characters.
 
-    Where it is too long the value gives way first, then the entity.
+    If it is too long, the value is dropped first, then the entity.
     """
     tail = f" -> {action}" + (f" #{incident[-_SHOWN_ID:]}" if incident else "")
     words = ["fail", check, _short(entity_id), value or ""]
@@ -28,7 +28,7 @@ def reason_text(
 
 
 def is_ours(reason: str | None) -> bool:
-    """Say whether *reason* begins as ours do."""
+    """Return whether *reason* begins like those of gpuops."""
     return reason is not None and reason.startswith(PREFIX)
 
 

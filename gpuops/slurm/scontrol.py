@@ -1,4 +1,4 @@
-"""What slurmctld says of a node, and what we ask of it: `scontrol` with bounds.
+"""Read and change the state of a node in slurmctld: `scontrol` with a timeout.
 
 Source: scontrol(1), "show node" and "update"; slurm.conf(5), "NODE STATES".
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 from gpuops.errors import ProbeError, SlurmError
 from gpuops.host.process.command import CommandAnswer, ask, find
 
-# Where sites put Slurm besides the usual places; a hook has no PATH to tell.
+# Where sites install Slurm outside the usual folders; a hook has no PATH.
 _PLACES = ("scontrol", "/opt/slurm/bin/scontrol", "/usr/local/slurm/bin/scontrol")
 TIMEOUT_S = 4.0
 _PASSED_ON = ("SLURM_CONF", "SLURM_CONF_SERVER")
-# `State=IDLE*+DRAIN`: signs after a state say what else is going on with the node.
+# `State=IDLE*+DRAIN`: the characters after a state are flags.
 _SIGNS = "*~#!%$@^-"
 _STATE = re.compile(r"^ *State=(\S+)", re.MULTILINE)
 _REASON = re.compile(r"^ *Reason=(.*)$", re.MULTILINE)
 _WHO = re.compile(r"(?P<text>.*) \[(?P<user>[^\[\]@]+)@(?P<time>[^\[\]@]+)\]")
-# slurmctld knows such a node from its configuration only, or has given it up.
+# Such a node is only configured, or slurmctld has given it up.
 _ABSENT = frozenset(
     {"UNKNOWN", "FUTURE", "NOT_RESPONDING", "INVALID", "INVALID_REG", "POWERED_DOWN"}
 )
@@ -28,7 +28,7 @@ _ABSENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmNode:
-    """One node as slurmctld sees it. ``reason_by``: the user who gave the reason."""
+    """One node as slurmctld sees it. ``reason_by``: the user who set the reason."""
 
     name: str
     states: frozenset[str]
@@ -37,17 +37,17 @@ class SlurmNode:
 
     @property
     def drained(self) -> bool:
-        """Say whether no new job may start there: drained, or draining while a job ends."""
+        """Return whether no new job may start there: drained, or draining while a job ends."""
         return "DRAIN" in self.states
 
     @property
     def down(self) -> bool:
-        """Say whether slurmctld has given it up, or somebody has."""
+        """Return whether slurmctld or an administrator has taken it down."""
         return bool(self.states & {"DOWN", "FAIL", "ERROR"})
 
     @property
     def registered(self) -> bool:
-        """Say whether its slurmd has registered and answers."""
+        """Return whether its slurmd has registered and responds."""
         return not self.states & _ABSENT
 
 
@@ -74,37 +74,37 @@ def parse_node(name: str, text: str) -> SlurmNode:
 
 @dataclass(frozen=True, slots=True)
 class Scontrol:
-    """The program, and what of our environment it needs to find slurmctld."""
+    """The program, and the variables that it needs to find slurmctld."""
 
     program: Path
     env: Mapping[str, str]
     timeout_s: float = TIMEOUT_S
 
     def node(self, name: str) -> SlurmNode:
-        """Return what slurmctld says of the node *name*.
+        """Return the node *name* as slurmctld knows it.
 
         Raises:
-            SlurmError: It does not answer, or knows no such node.
+            SlurmError: It does not respond, or knows no such node.
         """
-        return parse_node(name, self._said("show", "node", name).output)
+        return parse_node(name, self._run("show", "node", name).output)
 
     def drain(self, name: str, reason: str) -> None:
         """Let no new job start on *name*, for *reason*.
 
         Raises:
-            SlurmError: slurmctld does not answer, or refuses.
+            SlurmError: slurmctld does not respond, or refuses.
         """
-        self._said("update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}")
+        self._run("update", f"NodeName={name}", "State=DRAIN", f"Reason={reason}")
 
     def resume(self, name: str) -> None:
         """Let jobs start on *name* again.
 
         Raises:
-            SlurmError: slurmctld does not answer, or refuses.
+            SlurmError: slurmctld does not respond, or refuses.
         """
-        self._said("update", f"NodeName={name}", "State=RESUME")
+        self._run("update", f"NodeName={name}", "State=RESUME")
 
-    def _said(self, *words: str) -> CommandAnswer:
+    def _run(self, *words: str) -> CommandAnswer:
         try:
             answer = ask([self.program, *words], self.timeout_s, env=self.env)
         except ProbeError as exc:
@@ -119,7 +119,7 @@ def find_scontrol(env: Mapping[str, str], directory: Path | None = None) -> Scon
     """Return the `scontrol` in *directory*, or else where Debian and others install it.
 
     Raises:
-        SlurmError: There is none; says where it was looked for.
+        SlurmError: There is none; names the folders that were searched.
     """
     places = (str(directory / "scontrol"),) if directory is not None else _PLACES
     passed_on = {name: env[name] for name in _PASSED_ON if env.get(name)}

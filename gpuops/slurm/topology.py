@@ -1,4 +1,4 @@
-"""Where a node hangs in the network, as Slurm tells each step of a job.
+"""Where a node is in the network, from the environment that Slurm gives each step of a job.
 
 Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES", and the topology plug-ins. ``SLURM_TOPOLOGY_ADDR``
 has the switches above the node from the top to the leaf, then the node's own name, joined by dots;
@@ -8,8 +8,8 @@ has the switches above the node from the top to the leaf, then the node's own na
     block05.gpu017       block.node            topology/block
     gpu017               node                  no topology
 
-A level on which no switch has the node is empty (``spine..gpu017``); one with several has them as a
-host list (``leaf[3-4]``). The coordinates of topology/torus3d are no failure domain.
+A level without a switch above the node is empty (``spine..gpu017``); one with several has a host
+list (``leaf[3-4]``). The coordinates of topology/torus3d are no failure domain.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ _DOMAINS = frozenset({"switch", "block"})
 
 
 def domain_of(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the switches or blocks that *env* of a step puts its node under, the widest first.
+    """Return the switches or blocks above the node by *env* of a step, the widest first.
 
-    ``()`` where Slurm tells of none, or in a way that is not understood. The path is as long for
-    all nodes of a topology: a level without a name has that of the next one above, or else below.
+    ``()`` if Slurm names none, or in an unknown form. The path has the same length for all nodes
+    of a topology: a level without a name gets that of the next level above, or else below.
     """
     *kinds, last = env.get(_PATTERN, "").split(".")
     names = _names(env.get(_ADDRESS, ""), env.get(_NODE, ""), len(kinds))

@@ -1,7 +1,8 @@
 """The incident store: events in SQLite or Postgres, and tables derived from them.
 
-``events`` is append-only and the truth; every other table can be rebuilt from it. A writer never
-waits for the store: it appends to a spool on local disk (`spool`), and a flusher sends it.
+``events`` is append-only and the source of truth; all history tables can be rebuilt from it. A
+writer never waits for the store: it appends to a spool on local disk (`spool`), which a flusher
+sends.
 
 * `spool`: the files, their format, writing, reading, sending.
 * `ingest`: each event once; `ingest.projections`: what an event adds to the derived tables.

@@ -1,7 +1,7 @@
 """Store URLs and the two databases behind them: SQLite on a local disk, and Postgres.
 
-Nothing here waits without bound: connecting takes at most `CONNECT_S`, a statement `STATEMENT_S`,
-a locked SQLite file `BUSY_S`.
+All waits are bounded: connecting takes at most `CONNECT_TIMEOUT_S`, a statement
+`STATEMENT_TIMEOUT_S`, a locked SQLite file `BUSY_TIMEOUT_S`.
 """
 
 import logging
@@ -27,29 +27,29 @@ def parse_url(text: str) -> URL:
     """Return the store URL in *text*, with its driver.
 
     Raises:
-        UsageError: Malformed, or of a database that gpuops does not keep its store in.
+        UsageError: Malformed, or of a database that gpuops does not support.
     """
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        # The parser's own words may quote a part of the password.
+        # The parser's message may quote a part of the password.
         raise UsageError(
-            f"the store URL {redacted_text(text)!r} is malformed; wanted {URL_FORMS}"
+            f"the store URL {redacted_text(text)!r} is malformed; expected {URL_FORMS}"
         ) from None
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.drivername not in ("sqlite", "sqlite+pysqlite") or url.host or not url.database:
             raise UsageError(
-                f"the store URL {redacted(url)!r} names no SQLite file; wanted sqlite:////absolute/path.db"
+                f"the store URL {redacted(url)!r} names no SQLite file; expected sqlite:////absolute/path.db"
             )
         return url.set(drivername="sqlite")
     if url.drivername in ("postgresql", "postgresql+psycopg"):
         if not url.database:
             raise UsageError(
-                f"the store URL {redacted(url)!r} names no database; wanted {URL_FORMS}"
+                f"the store URL {redacted(url)!r} names no database; expected {URL_FORMS}"
             )
         return url.set(drivername="postgresql+psycopg")
-    hint = f"wanted {URL_FORMS}"
+    hint = f"expected {URL_FORMS}"
     if backend.startswith("postgres"):
         hint = f"did you mean {redacted(url.set(drivername='postgresql+psycopg'))}?"
     raise UsageError(
@@ -63,7 +63,7 @@ def redacted(url: URL) -> str:
 
 
 def redacted_text(text: str) -> str:
-    """Return a text that may be a URL without its secrets, however malformed it is."""
+    """Return *text*, which may be a malformed URL, without its secrets."""
     return scrub(text)
 
 
@@ -117,10 +117,10 @@ def memory_engine() -> Engine:
 
 
 def check_can_create(url: URL) -> None:
-    """Refuse a SQLite file that does not exist and could not be made; makes nothing.
+    """Check that a missing SQLite file could be created; creates nothing.
 
     Raises:
-        StoreUnreachableError: Says what is in the way.
+        StoreUnreachableError: It could not; says why.
     """
     path = sqlite_path(url)
     _check_file(path, url, mode="write")
@@ -128,18 +128,18 @@ def check_can_create(url: URL) -> None:
     if not ancestor.is_dir():
         raise _cannot_open(url, f"{ancestor} is not a directory")
     if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise _cannot_open(url, f"no file can be made in {ancestor} by this user")
+        raise _cannot_open(url, f"this user may not create a file in {ancestor}")
 
 
 def check_directory(url: URL) -> None:
-    """Refuse a SQLite file whose directory is not there.
+    """Check that the directory of a SQLite file exists.
 
     Raises:
-        StoreUnreachableError: Says which.
+        StoreUnreachableError: It does not.
     """
     parent = sqlite_path(url).parent
     if not os.path.lexists(parent):
-        raise _cannot_open(url, f"the directory {parent} is not there; make it or name another")
+        raise _cannot_open(url, f"the directory {parent} does not exist; create it or name another")
 
 
 def _check_file(path: Path, url: URL, *, mode: AccessMode) -> None:
@@ -150,7 +150,7 @@ def _check_file(path: Path, url: URL, *, mode: AccessMode) -> None:
     if is_directory:
         raise _cannot_open(url, "it is a directory; name a file in it")
     if mode == "read" and not exists:
-        raise _cannot_open(url, "there is no such file; `gpuops db upgrade` makes one")
+        raise _cannot_open(url, "there is no such file; `gpuops db upgrade` creates one")
 
 
 def _cannot_open(url: URL, why: str) -> StoreUnreachableError:
@@ -170,7 +170,7 @@ def _sqlite_engine(path: Path, *, mode: AccessMode, busy_timeout_s: float) -> En
 
 
 def _read_flags(path: Path) -> str:
-    # A reader of a WAL file makes its index next to it; where it may not, and no writer has left
+    # A reader of a WAL file creates its index next to it; if it may not, and no writer has left
     # one, the file alone is the complete database.
     has_no_wal = not path.with_name(path.name + "-wal").exists()
     if has_no_wal and not os.access(path.parent, os.W_OK):
@@ -204,7 +204,7 @@ def _set_explicit_begin(
 
 
 def reject_network_filesystem(path: Path, mounts: list[Mount]) -> None:
-    """Refuse a SQLite file whose locks another machine would have to keep.
+    """Check that a SQLite file is not on a network file system, whose locks are unreliable.
 
     Raises:
         NetworkFilesystemError: *path* lies on a network file system; says what to use.
@@ -228,7 +228,7 @@ def _postgres_engine(
             connect_args={
                 "connect_timeout": max(round(connect_timeout_s), 1),
                 "application_name": "gpuops",
-                # Behind a pooler the next statement may meet another session.
+                # Behind a pooler the next statement may run in another session.
                 "prepare_threshold": None,
             },
         )
@@ -237,7 +237,7 @@ def _postgres_engine(
             f"the store URL {redacted(url)!r} needs the driver {exc.name}, which is not installed: "
             "pip install 'psycopg[binary]'"
         ) from exc
-    # It logs what it could not clean up after a server that went away; the error itself says so.
+    # It logs failed clean-ups after a lost connection, which the error reports anyway.
     logging.getLogger("psycopg").setLevel(logging.ERROR)
     timeout = f"SET LOCAL statement_timeout = {round(statement_timeout_s * 1000)}"
     access = "SET TRANSACTION READ ONLY; " if mode == "read" else ""
@@ -250,7 +250,7 @@ def _postgres_engine(
 
 
 def is_data_error(exc: DBAPIError) -> bool:
-    """Say whether *exc* is about the rows that were given and not about the store itself.
+    """Return whether *exc* is about the given rows and not about the store itself.
 
     PostgreSQL's classes (its documentation, appendix A): 22 data exception, 23 integrity
     constraint violation, 54 program limit exceeded.
@@ -262,7 +262,7 @@ def is_data_error(exc: DBAPIError) -> bool:
 
 
 def unreachable_error(url: URL, exc: DBAPIError) -> StoreUnreachableError:
-    """Return the one clear line for a store that could not be reached."""
+    """Return the one-line error for a store that could not be reached."""
     message = " ".join(str(exc.orig).split()) or type(exc.orig).__name__
     if url.password:
         message = message.replace(str(url.password), "***")

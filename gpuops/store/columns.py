@@ -1,4 +1,4 @@
-"""What the tables' columns are made of: ids that follow from a natural key, JSON, sorted keys."""
+"""Column types of the tables: ids derived from a natural key, JSON, sorted keys."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from gpuops.store.spool.format import canonical_json
 _NAMESPACE = uuid.UUID("6f0d7a7e-5a52-5f0c-9d0e-3d1a3d6b3c11")
 
 
-# The few nodes, runs and attempts of a batch are named again by each of its events.
+# Each event of a batch names the same few nodes, runs and attempts.
 @functools.lru_cache(maxsize=4096)
 def derived_id(noun: str, *natural_key: str | int) -> str:
     """Return the id of the row of *noun* with this natural key: the same on every store."""
@@ -34,7 +34,7 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.loads(value)
 
 
-# Keys are compared in SQL: by code point on every server, whatever its locale.
+# Keys are compared in SQL, by code point whatever the server's locale.
 Key = Text().with_variant(Text(collation="C"), "postgresql")
 
 metadata = MetaData(

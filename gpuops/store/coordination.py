@@ -1,4 +1,4 @@
-"""Coordination tables, which no event makes: requests to drain and their answers."""
+"""Coordination tables, which are not derived from events: drain requests and their answers."""
 
 from sqlalchemy import BigInteger, Boolean, Column, PrimaryKeyConstraint, Table, Text
 

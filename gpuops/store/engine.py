@@ -1,7 +1,7 @@
-"""Open a store, or summarize it: schema checked, every call bounded, one clear line on failure.
+"""Open a store, or summarize it: schema checked, every call bounded, a one-line error on failure.
 
-A server that is stopped, or behind a cut cable, never reports its own statement timeout. Shutting
-the socket down from this side makes the waiting call fail at once.
+A server that is stopped, or unreachable, never reports its own statement timeout. Shutting the
+socket down from this side makes the waiting call fail at once.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ UNKNOWN_REVISION_ADVICE = (
 
 
 def read_revision(connection: Connection) -> tuple[str | None, bool]:
-    """Return the revision in the store, and whether it has tables of any other kind."""
+    """Return the revision in the database, and whether it has any other tables."""
     tables = set(inspect(connection).get_table_names())
     others = bool(tables - {"alembic_version"})
     if "alembic_version" not in tables:
@@ -88,7 +88,7 @@ def read_revision(connection: Connection) -> tuple[str | None, bool]:
 
 
 class ConnectionWatchdog:
-    """Cuts a connection off after *timeout_s*; ``fired`` says whether it did.
+    """Cuts a connection off after *timeout_s*; ``fired``: it did.
 
     SQLite needs none: it bounds itself by its busy timeout.
     """
@@ -131,7 +131,7 @@ SESSION_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class IncidentStore:
-    """An open store. ``notes`` are lines for the user about what it does not hold or cannot do."""
+    """An open store. ``notes`` are lines for the user about missing data or limits."""
 
     engine: Engine
     url: URL
@@ -153,7 +153,7 @@ class IncidentStore:
         """Open a transaction that is cut off after *deadline_s* (default: a minute).
 
         Raises:
-            StoreUnreachableError: The store could not be reached, went away or will not serve.
+            StoreUnreachableError: The store could not be reached, was lost or refused.
             sqlalchemy.exc.DBAPIError: The rows cannot be stored (see `is_data_error`).
         """
         watchdog = ConnectionWatchdog(deadline_s or self.session_timeout_s)
@@ -251,7 +251,7 @@ def _require_fit(
             )
         case SchemaFit.FOREIGN:
             raise SchemaMismatchError(
-                f"the database {name} holds tables that are not gpuops': name another one"
+                f"the database {name} holds tables of another program: name another one"
             )
 
 
@@ -275,11 +275,11 @@ class StoreSummary:
         return {
             SchemaFit.CURRENT: None,
             SchemaFit.EMPTY: "it has no tables yet: "
-            + ("made on first use" if self.backend == "sqlite" else "run `gpuops db upgrade`"),
+            + ("created on first use" if self.backend == "sqlite" else "run `gpuops db upgrade`"),
             SchemaFit.OLDER: "an older gpuops wrote it: run `gpuops db upgrade`",
             SchemaFit.UNKNOWN: f"it {unknown_revision_text(self.revision)}; "
             f"it is only read; {UNKNOWN_REVISION_ADVICE}",
-            SchemaFit.FOREIGN: "it holds tables that are not gpuops': name another database",
+            SchemaFit.FOREIGN: "it holds tables of another program: name another database",
         }[self.fit]
 
 

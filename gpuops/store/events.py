@@ -1,4 +1,4 @@
-"""Makes events dated now, also those of hooks and people about a node.
+"""Create events dated now, also those of hooks and people about a node.
 
 Only events written by root count for a node's history (`gpuops.store.ingest.projections.nodes`).
 """
@@ -21,7 +21,7 @@ def new_event(  # noqa: PLR0913 all but one are keywords
     attempt: int | None = None,
     payload: Json | None = None,
 ) -> Event:
-    """Return an event of now, with a sortable id of its own."""
+    """Return an event dated now, with a sortable unique id."""
     now_us = clock.now_us()
     return Event(
         id=uuid7(now_us, randomness(10)),

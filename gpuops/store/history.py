@@ -1,8 +1,8 @@
-"""A store to read from, whatever became of the way there: what `report` and `incident` open.
+"""Open a store for reading, as `report` and `incident` do.
 
-What still waits in the spool is sent first. Where the default store would be SQLite on a network
-file system, and for the journal of a run directory, the lines are read into a store in memory and
-nothing is deleted.
+Events in the spool are sent first. If the default store would be SQLite on a network file system,
+and for the journal of a run directory, the lines are read into a store in memory and nothing is
+deleted.
 """
 
 import os
@@ -37,14 +37,14 @@ def store_for_reading(
     clock: Clock,
     root: Path = Path("/"),
 ) -> IncidentStore:
-    """Return the store at *url* with what waits in *spool_dir*; its ``notes`` say what is missing.
+    """Return the store at *url* with the events in *spool_dir*; ``notes`` say what is missing.
 
     Args:
         url: The store.
-        is_default: Nobody named the store: one that is not there yet is empty, and one that
-            would be on a network file system is replaced by the spool.
+        is_default: The store is the default one: if it does not exist it is empty, and if it would
+            be on a network file system it is replaced by the spool.
         spool_dir: The spool of this user on this node.
-        cluster: The cluster that the spool's events are of.
+        cluster: The cluster of the spool's events.
         clock: For the deadline of sending.
         root: A fake root for the mount table.
 
@@ -73,7 +73,7 @@ def _flush_first(
             spool_dir, url, deadline_s=FLUSH_TIMEOUT_S, cluster=cluster, clock=clock, root=root
         )
     except (SpoolError, StoreError) as exc:
-        return (f"what waits in the spool is not shown: {exc}",)
+        return (f"the events in the spool are not shown: {exc}",)
     if report.note is None:
         return ()
     return (f"{report.remaining} events in the spool are not shown: {report.note}",)
@@ -81,7 +81,7 @@ def _flush_first(
 
 def _spool_in_memory(spool_dir: Path, cluster: str, clock: Clock, why: str) -> IncidentStore:
     store = memory_store(
-        f"showing only what is in the spool {spool_dir} of this user: {why}",
+        f"showing only the spool {spool_dir} of this user: {why}",
     )
     n_bad = _ingest_all(store, _spool_envelopes(spool_dir, cluster), clock)
     if n_bad:
@@ -149,7 +149,7 @@ def _with_own_cluster(envelopes: list[EventEnvelope | None]) -> list[EventEnvelo
 def _ingest_all(
     store: IncidentStore, envelopes: Iterable[EventEnvelope | None], clock: Clock
 ) -> int:
-    """Ingest *envelopes*; return how many lines could not be."""
+    """Ingest *envelopes*; return how many lines could not be read."""
     n_bad = 0
     with store.begin() as connection:
         for batch in _batches(envelopes):

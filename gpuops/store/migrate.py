@@ -1,7 +1,7 @@
-"""Bringing a store's schema up to this code: ``gpuops db upgrade``.
+"""Upgrade a store's schema to this version: ``gpuops db upgrade``.
 
 One upgrade at a time (an advisory lock on Postgres, the write lock on SQLite), in one transaction;
-a SQLite file that holds anything is copied first. New tables are filled from the stored events.
+a SQLite file with tables is copied first. New tables are filled from the stored events.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ from gpuops.store.ingest.batch import rebuild_projections
 from gpuops.store.schema import REVISION
 
 UPGRADE_TIMEOUT_S = 300.0
-# Any constant will do, as long as every gpuops uses this one ("gpuops" in ASCII).
+# An arbitrary constant that all versions of gpuops share ("gpuops" in ASCII).
 _LOCK = 0x6770756F7073
 
 
@@ -63,7 +63,7 @@ def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
             fit = compare_revision(found, has_tables=has_tables)
             if fit is SchemaFit.FOREIGN:
                 raise SchemaMismatchError(
-                    f"the database {name} holds tables that are not gpuops': name another one"
+                    f"the database {name} holds tables of another program: name another one"
                 )
             if fit is SchemaFit.UNKNOWN:
                 raise SchemaMismatchError(
@@ -83,7 +83,7 @@ def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
 
 
 def alembic_config(connection: Connection) -> Config:
-    """Return Alembic's configuration for our migrations on *connection*, without a file."""
+    """Return Alembic's configuration for the migrations on *connection*, without a file."""
     config = Config()
     location = str(Path(__file__).parent / "migrations")
     config.set_main_option("script_location", location.replace("%", "%%"))
@@ -92,7 +92,7 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def _back_up_sqlite(path: Path, revision: str | None) -> None:
-    """Copy a SQLite store in its directory; the first copy of a revision is the one to keep."""
+    """Copy a SQLite store in its directory; an existing copy of the same revision is kept."""
     target = path.with_name(f"{path.name}.before-upgrade-from-{revision}")
     if target.exists():
         return

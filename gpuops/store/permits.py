@@ -1,7 +1,7 @@
 """Permission to drain a node, and the fuse that stops a wrong rule from draining a cluster.
 
-The fuse counts the nodes that ask for the same check within a window, those it refused among
-them: while as many nodes as the limit keep failing, not one more is drained.
+The fuse counts the nodes that request a drain for the same check within a window, including those
+it refused: while as many nodes as the limit keep failing, no further node is drained.
 """
 
 import os
@@ -39,7 +39,7 @@ _NODES_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class DrainPermit:
-    """The answer to one who wants to drain, and why it is so."""
+    """The answer to a drain request, and the reason."""
 
     granted: bool
     reason: str
@@ -78,11 +78,11 @@ def request_permit(  # noqa: PLR0913 all but one are keywords
     deadline_s: float = PERMIT_DEADLINE_S,
     randomness: Callable[[int], bytes] = os.urandom,
 ) -> DrainPermit:
-    """Ask the store at *url* whether *node* may be drained for *check*; of many at once too.
+    """Request permission to drain *node* for *check* from the store at *url*; concurrency-safe.
 
-    Refused is the node that would be the *limit*-th within *window_s* to fail the check, and every
-    further one; a node that was granted is granted again. The first refusal records one incident
-    of the whole cluster, of which each further node becomes evidence.
+    The *limit*-th node within *window_s* to fail the check is refused, and every further one; a
+    node that was granted is granted again. The first refusal records one incident of the entire
+    cluster, to which each further node is added as evidence.
 
     Raises:
         UsageError, StoreError: The store gave no answer within *deadline_s*.
@@ -108,7 +108,7 @@ def _decide(
         requests = _recent_requests(connection, request)
         previous = requests.get(request.node)
         if previous is not None and previous.granted:
-            return DrainPermit(granted=True, reason="this node had leave already")
+            return DrainPermit(granted=True, reason="this node has a permit already")
         granted = len({*requests, request.node}) < request.limit
         _write(connection, coordination.drain_permits, ("node",), _row(request, granted=granted))
         if granted:
@@ -118,14 +118,13 @@ def _decide(
             _record_incident(connection, request, incident, randomness)
         return DrainPermit(
             granted=False,
-            reason=f"{_failing_text(request, requests)}, so the check or what "
-            "all nodes share is suspect; "
-            f"see incident {incident.id[-8:]}",
+            reason=f"{_failing_text(request, requests)}, so the check or a shared resource is "
+            f"suspect; see incident {incident.id[-8:]}",
         )
 
 
 def _lock(connection: Connection, request: _PermitRequest) -> None:
-    """Serialize requests about one check; SQLite's writers do anyway."""
+    """Serialize requests about one check; SQLite's writers are serialized anyway."""
     if connection.dialect.name == "postgresql":
         key = canonical_json([request.cluster, request.check])
         connection.execute(
@@ -137,7 +136,7 @@ _RequestsByNode = dict[str, Row[Any, Any, Any]]
 
 
 def _recent_requests(connection: Connection, request: _PermitRequest) -> _RequestsByNode:
-    """Return what each node last asked within the window; a clock that is ahead counts as well."""
+    """Return each node's last request within the window; a clock may be ahead."""
     table = coordination.drain_permits.c
     query = (
         select(table.node, table.t_us, table.granted)
@@ -169,7 +168,7 @@ def _write(
 def _trip_fuse(
     connection: Connection, request: _PermitRequest, requests: _RequestsByNode
 ) -> Incident:
-    """Keep that the fuse refused; return the incident of this blow, which lasts as it does."""
+    """Record the refusal; return the incident of this trip, one for as long as the fuse is open."""
     table = coordination.fuses.c
     query = select(table.blown_us, table.refusals).where(
         table.cluster == request.cluster,
@@ -212,7 +211,10 @@ def _failing_text(request: _PermitRequest, requests: _RequestsByNode) -> str:
 
 
 def _granted_text(request: _PermitRequest, others: int) -> str:
-    return f"{others} other nodes asked for check {request.check} within {request.window_s:g} s"
+    return (
+        f"{others} other nodes requested a drain for check {request.check} within "
+        f"{request.window_s:g} s"
+    )
 
 
 def _record_incident(
@@ -221,7 +223,7 @@ def _record_incident(
     incident: Incident,
     randomness: Callable[[int], bytes],
 ) -> None:
-    """Record *incident* as an event, as any writer's spool would bring it."""
+    """Record *incident* as an event, like one from a writer's spool."""
     event = Event(
         id=uuid7(request.now_us, randomness(10)),
         kind="incident.recorded",

@@ -1,12 +1,12 @@
-"""The tables. ``events`` is the truth, append-only; every other table but `LIVE` is kept from it.
+"""The tables. ``events`` is append-only; all others but `COORDINATION_TABLES` are derived from it.
 
-The same on SQLite and Postgres, to the very same rows: ids are text (UUIDv7 where a writer made
-them, UUIDv5 of the natural key where a row is derived), times are epoch microseconds UTC in
-``*_us``, JSON is canonical text. No foreign key leads from ``events`` to a derived table, because
-those can be dropped and built again from it.
+The same on SQLite and Postgres, with identical rows: ids are text (UUIDv7 from a writer, UUIDv5 of
+the natural key for a derived row), times are epoch microseconds UTC in ``*_us``, JSON is canonical
+text. No foreign key refers from ``events`` to a derived table, because those can be dropped and
+rebuilt from it.
 
-Columns called ``*_key`` order the accounts that several writers give of one thing: text that
-sorts, greatest wins (`gpuops.store.ingest.merge`).
+Columns called ``*_key`` order the reports of several writers about one entity: sortable text, the
+greatest takes precedence (`gpuops.store.ingest.merge`).
 """
 
 from sqlalchemy import (
@@ -234,7 +234,7 @@ incidents = Table(
     Index(None, "culprit_kind", "culprit_id", "first_us"),
 )
 
-# Every culprit that any writer named; the incident's body lists those that still apply.
+# Every culprit in any writer's report; the incident's body lists those that still apply.
 incident_culprits = Table(
     "incident_culprits",
     metadata,
@@ -412,6 +412,6 @@ ingest_log = Table(
     PrimaryKeyConstraint("origin", "boot_id"),
 )
 
-# Not history but coordination: recent requests to drain, and the fuse that stops too many.
+# Not history but coordination: recent drain requests, and the fuse that limits them.
 COORDINATION_TABLES = (drain_permits, fuses)
-"""The tables that no event makes: they cannot be built again, and need not be."""
+"""The tables that are not derived from events: they cannot be rebuilt, and need not be."""

@@ -58,7 +58,7 @@ def victim_sidecar() -> Iterator[Sidecar]:
     try:
         yield found
     finally:
-        found.part()
+        found.wait()
 
 
 class KilledWorker:
@@ -89,12 +89,12 @@ class KilledWorker:
     def kill(self, after_s: float) -> None:
         """Start a worker, and kill it *after_s* after its first commit."""
         self._sidecar.say(self._request)
-        reply = self._sidecar.hear().split()
+        reply = self._sidecar.read_line().split()
         if len(reply) != 3 or reply[0] != "committed":
             raise BenchError("the worker that was to be killed saved nothing")
         time.sleep(after_s)
         os.kill(int(reply[1]), signal.SIGKILL)
-        if self._sidecar.hear() != "ended":
+        if self._sidecar.read_line() != "ended":
             raise BenchError("the worker that was killed did not end")
 
     def saved(self) -> tuple[int, int]:

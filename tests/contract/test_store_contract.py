@@ -331,7 +331,7 @@ def test_of_several_accounts_of_an_exclusion_the_first_stands(store):
     [
         ({}, "decision is not an object"),
         ({"decision": {}}, "budget is not an object"),
-        ({"decision": {}, "budget": {}}, "verdict is not there"),
+        ({"decision": {}, "budget": {}}, "verdict is not present"),
         (decision_payload(0, rule="x" * 999), "rule is not at most 255"),
         (decision_payload(0, exit_code="soon"), "exit_code is not a whole number"),
     ],

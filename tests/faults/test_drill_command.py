@@ -65,7 +65,7 @@ def test_without_a_terminal_and_without_yes_nothing_is_broken(run):
 
     assert done.returncode == 64
     assert f"rank 0 (pid {run.workers[0]}) on node n0 gets SIGKILL" in done.stderr
-    assert "Nothing undoes it" in done.stderr
+    assert "It is not undone" in done.stderr
     assert "--yes" in done.stderr
     assert goes_on(run.workers[0])
 

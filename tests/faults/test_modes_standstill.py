@@ -156,7 +156,7 @@ def test_detectors_take_out_a_node_at_once_and_another_at_that_restart(tmp_path)
     ranks = {told["node"]: str(told["rank"]) for told in run.payloads("worker.exited")}
     doubted, condemned = [i for i in run.incidents() if i["failure_class"] == "site.check"]
     assert culprits(condemned) == {("rank", ranks["n1"]), ("node", "n1")}
-    assert condemned["title"] == "a detector speaks against n1: sums: its sums differ"
+    assert condemned["title"] == "a detector reports n1: sums: its sums differ"
     assert condemned["actions"] == ["exclude-node", "restart"]
     (made,) = run.decisions()
     assert made["decision"]["rule"] == "node.excluded"

@@ -257,7 +257,7 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--suite", "prolgo"], "there is no suite 'prolgo'; did you mean 'prolog'?"),
         (["--only", "memroy"], "there is no check 'memroy'; did you mean 'memory'?"),
         (["--deadline", "0"], "0.0 is not in the range 0<x<=3600"),
-        (["--gpus-expected", "-1"], "a number from 0 to 1024 is wanted"),
+        (["--gpus-expected", "-1"], "expected a number from 0 to 1024"),
         (["--json", "--nagios"], "--json, --jsonl and --nagios exclude each other"),
         (["--sweet"], "No such option"),
         (["--only", "memroy*"], "there is no check 'memroy*'"),

@@ -116,13 +116,13 @@ def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
         ({"GPUOPS_GPUS_EXPECTED": "many"}, "check.gpus_expected = 'many'"),
         ({"GPUOPS_SPOOL_BYTES_MAX": "big"}, "spool.bytes_max = 'big'"),
         ({"GPUOPS_DISABLE": "maybe"}, "worker.disable = 'maybe'"),
-        ({"GPUOPS_MODE": "enforced"}, "gate.mode = 'enforced'.*one of observe, enforce is wanted"),
-        ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*from 1 to 1024 is wanted"),
+        ({"GPUOPS_MODE": "enforced"}, "gate.mode = 'enforced'.*expected one of observe, enforce"),
+        ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*expected a number from 1 to 1024"),
         ({"GPUOPS_PASSES_TO_RESUME": "two"}, "gate.passes_to_resume = 'two'"),
         ({"GPUOPS_RESUMES_MAX_PER_DAY": "-1"}, "gate.resumes_max_per_day = '-1'"),
-        ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800, are wanted"),
-        ({"GPUOPS_FUSE_WINDOW_S": "8d"}, "gate.fuse_window_s = '8d'.*up to 604800, are wanted"),
-        ({"GPUOPS_PERMIT_DEADLINE_S": "61"}, "gate.permit_deadline_s = '61'.*up to 60, are wanted"),
+        ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800"),
+        ({"GPUOPS_FUSE_WINDOW_S": "8d"}, "gate.fuse_window_s = '8d'.*up to 604800"),
+        ({"GPUOPS_PERMIT_DEADLINE_S": "61"}, "gate.permit_deadline_s = '61'.*up to 60"),
     ],
 )
 def test_a_bad_value_names_the_key_the_value_and_its_origin(env, message):

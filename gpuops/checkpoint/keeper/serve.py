@@ -23,7 +23,7 @@ from gpuops.checkpoint.keeper.jobs import EventQueue, Jobs, Waker
 from gpuops.checkpoint.keeper.server import KeeperServer
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.storage.directory_lock import DirectoryLocks, this_process
-from gpuops.host.process.sidecar import say_and_let_go
+from gpuops.host.process.sidecar import report_and_detach
 from gpuops.host.trust import why_not_ours
 from gpuops.log import printable
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lock = os.open(options.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say_and_let_go("taken")
+        report_and_detach("taken")
         return EXIT_TAKEN
     except OSError as exc:
         return _fail(f"{options.folder / LOCK_NAME}: {exc.strerror}")
@@ -83,7 +83,7 @@ def _serve(options: argparse.Namespace) -> int:
     )
     signal.signal(signal.SIGTERM, lambda _number, _frame: server.begin_shutdown())
     _logger.info("the keeper of %s starts, pid %d", options.node, os.getpid())
-    say_and_let_go("ready")
+    report_and_detach("ready")
     try:
         server.serve()
     finally:
@@ -134,7 +134,7 @@ def _log_event(event: Mapping[str, object]) -> None:
 
 
 def _fail(why: str) -> int:
-    say_and_let_go(f"failed {why}")
+    report_and_detach(f"failed {why}")
     return os.EX_SOFTWARE
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from gpuops.config.resolve import environ
 from gpuops.control.tcp.server import LEASE_S, ControlStoreServer, raise_files_limit
 from gpuops.control.tcp.server_connection import ServerLimits, ServerState
-from gpuops.host.process.sidecar import say_and_let_go
+from gpuops.host.process.sidecar import report_and_detach
 
 TOKEN_BYTES_MAX = 4096
 EXIT_PORT_TAKEN = 75
@@ -65,11 +65,11 @@ async def _serve(server: ControlStoreServer, host: str, port: int) -> int:
         listener = await server.listen(host, port)
     except OSError as exc:
         is_taken = exc.errno == errno.EADDRINUSE
-        say_and_let_go(
+        report_and_detach(
             "taken" if is_taken else f"failed {os.strerror(exc.errno) if exc.errno else exc}"
         )
         return EXIT_PORT_TAKEN
-    say_and_let_go(f"ready {listener.sockets[0].getsockname()[1]}")
+    report_and_detach(f"ready {listener.sockets[0].getsockname()[1]}")
     async with listener:
         await server.wait_until_idle()
     return 0

@@ -1,4 +1,4 @@
-"""A process at our side that hears when we end: by its standard input, which closes then."""
+"""A child process that ends with its parent: its standard input closes then."""
 
 import ctypes
 import os
@@ -19,8 +19,8 @@ _CHUNK = 4096
 def die_with_parent(stdin_fd: int = 0) -> None:
     """End this process at the end of its standard input, or when the parent's thread ends.
 
-    The kernel's signal is for a parent whose end of the pipe somebody else holds as well. A driver
-    that crashes this process leaves no core file.
+    The kernel's signal is needed if another process also holds the parent's end of the pipe. A
+    driver that crashes this process leaves no core file.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -33,7 +33,7 @@ def _wait(stdin_fd: int) -> NoReturn:
             pass
     except OSError:
         pass
-    # The main thread may be in a call that does not return; nothing here needs tidying up.
+    # The main thread may be in a call that does not return; there is nothing to clean up.
     os._exit(0)
 
 
@@ -42,28 +42,28 @@ _FIRST_BYTES_MAX = 4000
 
 @dataclass(slots=True)
 class Sidecar:
-    """A started process; ``write`` and ``read`` are our ends of its standard input and output."""
+    """A child process; ``write`` and ``read`` are our ends of its standard input and output."""
 
     pid: int
     write: int
     read: int
 
-    def say(self, line: str) -> bool:
-        """Write *line* to it; say whether it was there to be written to."""
+    def write_line(self, line: str) -> bool:
+        """Write *line* to it; return False if it has ended."""
         try:
             os.write(self.write, line.encode() + b"\n")
         except OSError:
             return False
         return True
 
-    def hang_up(self) -> None:
-        """Close its standard input: from now on it is on its own."""
+    def close_stdin(self) -> None:
+        """Close its standard input."""
         if self.write >= 0:
             os.close(self.write)
             self.write = -1
 
-    def hear(self) -> str:
-        """Return its next line, without the newline; what there is of it where it ended."""
+    def read_line(self) -> str:
+        """Return its next line without the newline; it is incomplete if the process has ended."""
         text = bytearray()
         while byte := os.read(self.read, 1):
             if byte == b"\n":
@@ -71,40 +71,40 @@ class Sidecar:
             text += byte
         return text.decode("utf-8", errors="replace")
 
-    def first_line(self, end_s: float, tell: bytes = b"") -> str:
-        """Tell it *tell*, leave it on its own, and return the first line that it says.
+    def first_line(self, end_s: float, message: bytes = b"") -> str:
+        """Send *message*, close its standard input, and return the first line of its output.
 
-        That is "" where it says none until *end_s* (monotonic), or ends; ``failed WHY`` where the
+        That is "" if it prints none until *end_s* (monotonic), or ends; ``failed WHY`` if the
         pipes to it fail.
         """
         try:
-            if tell:
-                os.write(self.write, tell)
-            self.hang_up()
+            if message:
+                os.write(self.write, message)
+            self.close_stdin()
             return self._first_line(end_s)
         except OSError as exc:
             return f"failed {exc.strerror}"
         finally:
-            self.hang_up()
+            self.close_stdin()
             os.close(self.read)
 
     def _first_line(self, end_s: float) -> str:
-        said = b""
+        output = b""
         poll = select.poll()
         poll.register(self.read, select.POLLIN)
-        while b"\n" not in said and len(said) < _FIRST_BYTES_MAX:
+        while b"\n" not in output and len(output) < _FIRST_BYTES_MAX:
             left_s = max(end_s - time.monotonic(), 0.0)
             if not poll.poll(left_s * 1000):
                 return ""
             chunk = os.read(self.read, _FIRST_BYTES_MAX)
             if not chunk:
                 return ""
-            said += chunk
-        return said.partition(b"\n")[0].decode("utf-8", errors="replace")
+            output += chunk
+        return output.partition(b"\n")[0].decode("utf-8", errors="replace")
 
-    def part(self) -> int | None:
-        """Hang up, wait for its end, return its exit code; None where somebody else reaped it."""
-        self.hang_up()
+    def wait(self) -> int | None:
+        """Close its standard input, wait for its exit, return its code; None if it was reaped."""
+        self.close_stdin()
         try:
             _pid, status = os.waitpid(self.pid, 0)
         except ChildProcessError:
@@ -115,12 +115,12 @@ class Sidecar:
 
 
 def start_sidecar(argv: Sequence[str], env: Mapping[str, str]) -> Sidecar:
-    """Start *argv* (an absolute path first) in a session of its own, its errors going nowhere.
+    """Start *argv* (an absolute path first) in its own session, without standard error.
 
     A signal to our terminal or our process group does not reach it.
 
     Raises:
-        OSError: It could not be started.
+        OSError: It cannot be started.
     """
     theirs_in, ours_out = os.pipe2(os.O_CLOEXEC)
     ours_in, theirs_out = os.pipe2(os.O_CLOEXEC)
@@ -148,10 +148,10 @@ def start_sidecar(argv: Sequence[str], env: Mapping[str, str]) -> Sidecar:
     return Sidecar(pid, ours_out, ours_in)
 
 
-def say_and_let_go(line: str) -> None:
-    """Print *line* to whoever started this process, then let go of its standard input and output.
+def report_and_detach(line: str) -> None:
+    """Print *line* for the parent, then detach standard input and output from it.
 
-    This is what `Sidecar.first_line` hears. Who started us may be gone, and that is no error.
+    `Sidecar.first_line` reads it. The parent may have ended, which is no error.
     """
     with suppress(OSError):
         print(line, flush=True)  # noqa: T201 our output

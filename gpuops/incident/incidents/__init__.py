@@ -1,1 +1,1 @@
-"""One module for each kind of incident: from what was reported to one root cause."""
+"""One module for each kind of incident: from reports to one root cause."""

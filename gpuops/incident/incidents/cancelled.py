@@ -1,8 +1,8 @@
-"""A run that was asked to end: not a failure, but on record.
+"""Incidents of runs that a signal ended: recorded, but not failures.
 
-Unless a worker had failed by itself before: then the run's end is that failure's, and the signal
-only cut its handling short. Who else got the signal (scancel and a terminal signal every process)
-did not fail by itself, and what follows from their end is no failure either.
+If a worker had failed on its own before, the run ended by that failure, and the signal only
+interrupted its handling. Processes that got the same signal (scancel and a terminal signal every
+process) did not fail on their own, and neither did those that failed because of it.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from gpuops.model import (
 )
 from gpuops.rules import LogRule
 
-# Ctrl-C and a closed terminal come from the person at it; SIGTERM and the rest from a scheduler.
+# Ctrl-C and a closed terminal come from the user; SIGTERM and others from a scheduler.
 _BY_HAND = frozenset({"SIGINT", "SIGHUP", "SIGQUIT"})
 
 
-def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an end
+def incident_from_cancel(  # noqa: PLR0913  all that the agent knows of the end
     signal_name: str,
     exits: Sequence[WorkerExit] = (),
     *,
@@ -47,8 +47,8 @@ def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an en
 ) -> Incident:
     """Return the closed incident of a run whose agent on *node* received *signal_name*.
 
-    No one is a culprit and nothing was lost to a failure, unless a worker had failed by itself
-    before the signal: then it is the incident of that failure.
+    There is no culprit and no lost time, unless a worker had failed on its own before the signal:
+    then it is the incident of that failure.
 
     Args:
         signal_name: What the agent received.
@@ -59,9 +59,9 @@ def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an en
         rules: Log rules (worker and kernel).
         detected_us: When the agent closes the run, epoch µs.
         detected_mono_ns: The same moment on this host's monotonic clock.
-        signal_seen_mono_ns: When the signal arrived. Where it is not known, whatever failed before
-            a worker ended by the same signal counts as before it.
-        kernel_lines: The kernel log around the end; none where it may not be read.
+        signal_seen_mono_ns: When the signal arrived. If unknown, failures before a worker ended
+            by the same signal count as before it.
+        kernel_lines: The kernel log around the end; empty if it may not be read.
     """
     if _failed_before(signal_name, exits, rules, signal_seen_mono_ns):
         failure = incident_from_exits(
@@ -85,7 +85,7 @@ def incident_from_cancel(  # noqa: PLR0913  the agent's whole knowledge of an en
     )
 
 
-def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
+def incident_from_drain(  # noqa: PLR0913  all that the agent knows of the end
     signal_name: str,
     exits: Sequence[WorkerExit],
     exit_code: int,
@@ -97,7 +97,7 @@ def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
     detected_us: int,
     detected_mono_ns: int,
 ) -> Incident:
-    """Return the closed incident of a run that stopped after its step because it was asked to.
+    """Return the closed incident of a run that was asked to stop and did after its step.
 
     Arguments as for `incident_from_cancel`; *exit_code* is the run's.
     """
@@ -114,13 +114,13 @@ def incident_from_drain(  # noqa: PLR0913  the agent's whole knowledge of an end
     if cancelled.culprits:
         return cancelled
     requeues = exit_code == EXIT_REQUEUE
-    outcome_text = "and asked to be queued again" if requeues else f"with exit code {exit_code}"
+    outcome_text = "and requested a requeue" if requeues else f"with exit code {exit_code}"
     return replace(
         cancelled,
         failure_class=FailureClass.PREEMPTED if requeues else cancelled.failure_class,
         title=f"drained on {signal_name}: {_stop_text(exits)}",
         actions=(ActionKind.REQUEUE,) if requeues else (ActionKind.STOP,),
-        resolution=f"drained: the run ended in order {outcome_text}",
+        resolution=f"drained: the run ended cleanly {outcome_text}",
     )
 
 
@@ -134,7 +134,7 @@ def _failed_before(
     rules: Sequence[LogRule],
     signal_seen_mono_ns: int | None,
 ) -> bool:
-    """Say whether a worker failed by itself before the signal reached anyone."""
+    """Return whether a worker failed on its own before any process got the signal."""
     not_terminated = [worker for worker in exits if not worker.terminated]
     received_ns = [w.seen_mono_ns for w in not_terminated if _got_same_signal(w, signal_name)]
     if signal_seen_mono_ns is not None:
@@ -142,7 +142,7 @@ def _failed_before(
     classified = [
         classify(w, rules) for w in not_terminated if not _got_same_signal(w, signal_name)
     ]
-    roots = [verdict.failed_ns for verdict in classified if verdict.role is Role.ROOT]
+    roots = [item.failed_ns for item in classified if item.role is Role.ROOT]
     return bool(roots) and min(roots) < min(received_ns, default=min(roots) + 1)
 
 
@@ -182,7 +182,7 @@ def _cancellation_incident(
         detected_us=detected_us,
         run_id=run_id,
         attempt=attempt,
-        culprit_how=f"nobody is to blame; {signal_name} is sent by {who}",
+        culprit_how=f"no culprit; {signal_name} is sent by {who}",
         evidence=(asked, *ranks),
         actions=(ActionKind.STOP,),
         resolved_us=detected_us,
@@ -204,11 +204,11 @@ def _rank_evidence(worker: WorkerExit, signal_name: str) -> Evidence:
 
 
 def _role_of(worker: WorkerExit, signal_name: str) -> tuple[Role, str]:
-    """Return what the end of *worker* is to the cancellation, and in words."""
+    """Return the role of *worker*'s end in the cancellation, and the same as text."""
     if worker.terminated:
         return Role.TEARDOWN, "its agent ended it"
     if worker.exit_code == 0:
-        return Role.NOISE, "it was done"
+        return Role.NOISE, "it finished"
     if _got_same_signal(worker, signal_name):
         return Role.CONFIRMATION, f"{signal_name} reached it as well, not from its agent"
-    return Role.SYMPTOM, "not ended by its agent, and not before the signal came"
+    return Role.SYMPTOM, "not ended by its agent, and not before the signal"

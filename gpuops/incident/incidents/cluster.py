@@ -1,7 +1,7 @@
-"""The incident of a decision over several nodes: one cause, everybody's report as evidence.
+"""The incident of a decision over several nodes: one cause, all reports as evidence.
 
-Each agent tells an incident as its own node saw it; whoever decides has read all reports and tells
-it for the run. Pure.
+Each agent records an incident as its own node saw it; the deciding agent has read all reports and
+records it for the run. Pure.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from gpuops.model import (
 )
 from gpuops.scrub import scrub
 
-# Above what any node can say by itself (2); below it, what a node has only heard of (1).
+# The account of the decision is above that of a node (2); that of a remote failure is below it (1).
 AUTHORITY_DECIDED = 3
 AUTHORITY_REMOTE = 1
 AUTHORITY_LOCAL = 2
@@ -42,19 +42,19 @@ _TITLES = {
     ReportKind.WORKERS_FAILED: "a worker failed on {node}",
     ReportKind.HANG: "workers on {node} made no progress",
     ReportKind.GPU_FAULT: "a GPU of {node} failed",
-    ReportKind.VERDICT: "a detector speaks against {node}",
+    ReportKind.VERDICT: "a detector reports {node}",
     ReportKind.NODE_LOST: "node {node} was lost",
-    ReportKind.GATE_FAILED: "node {node} did not pass its health check",
+    ReportKind.GATE_FAILED: "node {node} failed its health check",
     ReportKind.START_FAILED: "the workers could not be started on {node}",
     ReportKind.STOPPED: "nothing failed on {node}",
-    ReportKind.DONE: "every worker on {node} was done",
+    ReportKind.DONE: "every worker on {node} finished",
 }
 
 
 def merge_report(incident: Incident, report: NodeReport) -> Incident:
-    """Return the account *incident* of a node's exits with what its *report* knows better.
+    """Return *incident*, made from a node's exits, with the additional knowledge of its *report*.
 
-    Exits show workers that failed. Of a hang, a sick GPU or a refused start they show only that
+    Exits show workers that failed. For a hang, a failed GPU or a refused start they show only that
     workers were ended; nor do they show that a GPU had reported a fault just before.
     """
     if report.kind is ReportKind.WORKERS_FAILED and _names_gpu(report):
@@ -88,7 +88,7 @@ def _gpu_evidence(report: NodeReport) -> tuple[Evidence, ...]:
     return (Evidence(role=Role.ROOT, text=scrub(report.how), entity=gpu),)
 
 
-def decided_incident(  # noqa: PLR0913 all that there is to know of it
+def decided_incident(  # noqa: PLR0913 all that is known of it
     decision: RestartDecision,
     reports: Sequence[NodeReport],
     *,
@@ -98,18 +98,17 @@ def decided_incident(  # noqa: PLR0913 all that there is to know of it
     own_incident: Incident | None = None,
     evidence: Sequence[Evidence] = (),
 ) -> Incident:
-    """Return the incident as reported by the agent that decided.
+    """Return the incident as the deciding agent records it.
 
     Args:
         decision: What was decided.
-        reports: All that were read, in order of arrival.
+        reports: All reports, in order of arrival.
         run_id: The run.
-        node: The node of whoever decided.
-        detected_us: When that one first heard of it, where it has no account of its own.
-        own_incident: Its own account of the same failure: what its node saw is kept, and where the
-            cause
-            is on its own node, that account is the best there is.
-        evidence: What else it collected.
+        node: The node of the deciding agent.
+        detected_us: When that agent received the first report; used without *own_incident*.
+        own_incident: Its own incident of the same failure: the evidence is kept, and if the cause
+            is on its own node, all of it.
+        evidence: Further evidence.
     """
     cause = decision.cause
     base = own_incident or _remote_incident(decision, run_id, detected_us)
@@ -150,14 +149,14 @@ def decided_incident(  # noqa: PLR0913 all that there is to know of it
 
 
 def remote_incident(decision: RestartDecision, *, run_id: str, detected_us: int) -> Incident:
-    """Return the incident as reported by an agent whose own node saw nothing of it."""
+    """Return the incident as recorded by an agent whose node saw nothing of it."""
     return replace(_remote_incident(decision, run_id, detected_us), actions=actions_of(decision))
 
 
 def preflight_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incident:
-    """Return the incident of a node that did not pass its health check, which ends no generation.
+    """Return the incident of a node that failed its health check, which ends no generation.
 
-    It is over for the run, which is without that node from now on, not for the node.
+    It is closed for the run, which continues without that node, not for the node.
     """
     is_named = report.failure_class is not FailureClass.UNRESOLVED
     return Incident(
@@ -176,15 +175,15 @@ def preflight_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incid
         evidence=_report_evidence(report, Role.ROOT),
         actions=(ActionKind.EXCLUDE_NODE,),
         resolved_us=now_us,
-        resolution=f"the run does without {report.node}",
+        resolution=f"the run continues without {report.node}",
         authority=AUTHORITY_LOCAL,
     )
 
 
 def suspect_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incident:
-    """Return the open incident of a node that *report* speaks against, which ends no generation.
+    """Return the open incident of the node that *report* suspects, which ends no generation.
 
-    It is over for the run once the node is left out.
+    It is closed for the run once the node is excluded.
     """
     description = scrub(report.how)
     root = Entity(EntityKind.NODE, report.node)
@@ -199,20 +198,20 @@ def suspect_incident(report: NodeReport, *, run_id: str, now_us: int) -> Inciden
         detected_us=now_us,
         run_id=run_id,
         culprits=_culprits(report),
-        culprit_how=f"{description}; this ended nothing",
+        culprit_how=f"{description}; no workers were ended",
         evidence=(Evidence(role=Role.ROOT, text=description, entity=root),),
         authority=AUTHORITY_LOCAL,
     )
 
 
 def actions_of(decision: RestartDecision) -> tuple[ActionKind, ...]:
-    """Return what *decision* does."""
+    """Return the actions of *decision*."""
     excludes = (ActionKind.EXCLUDE_NODE,) if decision.exclude else ()
     return (*excludes, *_ACTIONS[decision.action])
 
 
 def title_of(report: NodeReport) -> str:
-    """Return what happened by *report*, in one line: the first rank at fault, else the node."""
+    """Return *report* in one line: the first rank at fault, else the node."""
     first = _first_end(report)
     if first is None:
         what = _TITLES[report.kind].format(node=report.node)
@@ -225,15 +224,15 @@ def _first_end(report: NodeReport) -> RankEnd | None:
 
 
 def _rank_text(report: NodeReport, end: RankEnd) -> str:
-    """Return the summary of *end* with its node in it, which the node itself takes for granted."""
+    """Return the summary of *end* with its node."""
     what = end.summary.removeprefix(f"rank {end.rank} ") or "failed"
     return f"rank {end.rank} on {report.node} {what}"
 
 
 def _culprits(report: NodeReport) -> tuple[Entity, ...]:
-    """Return what *report* blames, and its node: where ranks failed is worth knowing.
+    """Return the culprits of *report*, and its node, except if several ranks failed alike.
 
-    But not for what several ranks did alike: that is the program's (`gpuops.incident.cause`).
+    That is the program's fault (`gpuops.incident.cause`).
     """
     if report.kind in _NO_FAILURE_KINDS:
         return ()
@@ -267,7 +266,7 @@ def _remote_incident(decision: RestartDecision, run_id: str, detected_us: int) -
 def _cause_evidence(
     cause: NodeReport | None, own_evidence: Sequence[Evidence]
 ) -> tuple[Evidence, ...]:
-    """Return the cause's evidence, then what the teller's own node saw, which is not the root."""
+    """Return the cause's evidence, then that of the recording node, which is not the root."""
     evidence = () if cause is None else _report_evidence(cause, Role.ROOT)
     demoted = (
         replace(item, role=Role.SYMPTOM) if cause is not None and item.role is Role.ROOT else item

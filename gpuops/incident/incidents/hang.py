@@ -1,4 +1,4 @@
-"""Whom a job that stands still waits for, by what all its nodes report."""
+"""Which ranks a hung job waits for, by the reports of all its nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
 from gpuops.model import FailureClass, Role
 
-# A worker in one of these states cannot go on, whatever its step; the clearer state first.
+# A worker in one of these states makes no progress, whatever its step; the clearest state first.
 _STATES = (
     (FailureClass.HANG_D_STATE, "is stuck inside the kernel"),
     (FailureClass.HANG_STOPPED, "is stopped"),
-    (FailureClass.HANG_GIL_HELD, "does not let go of Python's lock"),
+    (FailureClass.HANG_GIL_HELD, "holds Python's global interpreter lock"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangDiagnosis:
-    """What kind of standstill it is; *culprits* are those that the others wait for."""
+    """The kind of hang; *culprits* are the ranks that the others wait for."""
 
     failure_class: FailureClass
     how: str
@@ -24,10 +24,10 @@ class HangDiagnosis:
 
 
 def diagnose_hang(reports: Sequence[NodeReport]) -> HangDiagnosis:
-    """Return whom the job waits for; the laggard may be on a node that noticed no hang itself.
+    """Return whom the job waits for; it may be on a node that noticed no hang itself.
 
-    A worker's state comes first, then the lowest step (of those, who is not in a collective), then
-    who is not in a collective while others are.
+    A worker's state takes precedence, then the lowest step (of these, ranks outside a collective),
+    then ranks outside a collective while others are in one.
     """
     hung = [(r.node, end) for r in reports if r.kind is ReportKind.HANG for end in r.ends]
     for failure_class, what in _STATES:
@@ -47,7 +47,7 @@ def _slowest_ranks(
     slowest = [item for item in world if item[1].step == min(steps)]
     waiting = {end.rank for _, end in hung if end.failure_class is FailureClass.HANG_COLLECTIVE}
     culprits = [item for item in slowest if item[1].rank not in waiting] or slowest
-    how = f"it had come to step {min(steps)} only, the others to {max(steps)}"
+    how = f"it had reached only step {min(steps)}, the others step {max(steps)}"
     return _with_culprits(FailureClass.HANG_NO_PROGRESS, culprits, how)
 
 
@@ -56,12 +56,14 @@ def _outside_collective(hung: Sequence[tuple[str, RankEnd]]) -> HangDiagnosis | 
     if not found:
         return None
     alone = len(found) == len(hung)
-    how = "no rank makes a step" if alone else "it is in no collective, in which the others wait"
+    how = (
+        "no rank makes a step" if alone else "it is not in the collective in which the others wait"
+    )
     return _with_culprits(FailureClass.HANG_NO_PROGRESS, found, how)
 
 
 def _without_culprit(reports: Sequence[NodeReport]) -> HangDiagnosis:
-    """Return the first hang as its agent worded it: no rank is known to be to blame."""
+    """Return the first hang as its agent described it: no culprit is known."""
     first = next(report for report in reports if report.kind is ReportKind.HANG)
     if first.failure_class.category == "hang" and first.culprits:
         return HangDiagnosis(failure_class=first.failure_class, how=first.how)

@@ -1,8 +1,8 @@
-"""Incidents of a node, from what its checks find: one for each entity and failure class.
+"""Incidents of a node from check findings: one for each entity and failure class.
 
 An incident keeps its id and stays open while a check that found it fails or is unknown. It is
-closed when all of them pass again, or when somebody acknowledges a repair. What is found again
-and again is told once, and again only where another check finds it too. Pure.
+closed when all of them pass again, or when a repair is acknowledged. A repeated finding is
+recorded once, and again only if another check finds it too. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,9 @@ _VALUE_CHARS_MAX = 80
 class NodeCheckContext:
     """What the incidents of a check run depend on in addition to its findings.
 
-    ``new_id`` makes the id of an incident from the name of what it is about. ``trigger`` and
-    ``job_id``: the hook, and the Slurm job that it ran for. ``all_gpus_checked``: all GPUs of the
-    node were asked about.
+    ``new_id`` makes the id of an incident from its `incident_key`. ``trigger`` and ``job_id``: the
+    hook, and the Slurm job that it ran for. ``all_gpus_checked``: all GPUs of the node were
+    checked.
     """
 
     runbooks: Mapping[FailureClass, Runbook]
@@ -49,7 +49,7 @@ class NodeCheckContext:
 
     @property
     def source_text(self) -> str:
-        """Return who asked, as ``"the epilog of job 17"``."""
+        """Return what ran the checks, as ``"the epilog of job 17"``."""
         return (
             f"the {self.trigger} of job {self.job_id}" if self.job_id else f"a {self.trigger} check"
         )
@@ -57,21 +57,21 @@ class NodeCheckContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentChanges:
-    """``changed``: what is to be recorded, each a new snapshot; ``open``: what stays open."""
+    """``changed``: incidents to record, each a new snapshot; ``open``: incidents that stay open."""
 
     changed: tuple[Incident, ...] = ()
     open: Mapping[str, OpenIncident] = field(default_factory=dict)
 
 
 def incident_key(failure_class: FailureClass, entity: Entity) -> str:
-    """Return the name of what an incident is about, under which a node's state keeps it."""
+    """Return the key of an incident in a node's state: its failure class and entity."""
     return f"{failure_class.value} {entity.kind.value} {entity.id}"
 
 
 def update_incidents(
     run: CheckRun, open_incidents: Mapping[str, OpenIncident], context: NodeCheckContext
 ) -> IncidentChanges:
-    """Return what becomes of the open incidents *open_incidents*, and what *run* adds to them."""
+    """Return how *run* changes *open_incidents*, and the incidents that it opens."""
     after_repairs = acknowledge_repairs(open_incidents, context.repairs)
     changed, still_open = list(after_repairs.changed), dict(after_repairs.open)
     failing = _failures_by_key(run)
@@ -99,7 +99,7 @@ def update_incidents(
 def acknowledge_repairs(
     open_incidents: Mapping[str, OpenIncident], repairs: Sequence[Repair]
 ) -> IncidentChanges:
-    """Return what becomes of *open_incidents* when *repairs* are acknowledged."""
+    """Return how *repairs* change *open_incidents*."""
     changed, still_open = [], {}
     for key, item in open_incidents.items():
         repair = next((repair for repair in repairs if is_repair_of(repair, item.incident)), None)
@@ -117,7 +117,7 @@ def close_repaired(incident: Incident, repair: Repair) -> Incident:
 
 
 def is_repair_of(repair: Repair, incident: Incident) -> bool:
-    """Say whether *repair* is of what *incident* blames, and not earlier than it."""
+    """Return whether *repair* is of a culprit of *incident*, and not earlier than it."""
     blamed = {(entity.kind.value, entity.id) for entity in incident.culprits}
     return (repair.entity_kind, repair.entity_id) in blamed and repair.t_us >= incident.first_us
 
@@ -141,27 +141,28 @@ def _failing_checks(
 
 
 def _passes(check: str, incident: Incident, run: CheckRun, all_gpus_checked: bool) -> bool:
-    """Say whether *check* looked at what *incident* blames first, and found it well.
+    """Return whether *check* examined the first culprit of *incident* and passed it.
 
-    Checks tell of each sick part, and of the well ones together: one that says nothing of the part
-    has found it well if it asked about all parts, could look, and has nothing against the node.
+    Checks report each failed part, and the healthy ones together: a check without a finding for
+    the part passed it if it examined all parts, was not unknown, and has no finding against the
+    node.
     """
     entity, node = incident.culprits[0], Entity(EntityKind.NODE, run.node)
     check_findings = [finding for finding in run.findings if finding.check == check]
     named = [finding for finding in check_findings if finding.entity == entity]
     if named:
-        return all(_is_well(finding, incident.failure_class) for finding in named)
+        return all(_is_healthy(finding, incident.failure_class) for finding in named)
     if entity.kind is EntityKind.GPU and not all_gpus_checked:
         return False
     return bool(check_findings) and all(
-        _is_well(finding, incident.failure_class)
+        _is_healthy(finding, incident.failure_class)
         if finding.entity == node
         else finding.status in (Status.PASS, Status.WARN)
         for finding in check_findings
     )
 
 
-def _is_well(finding: Finding, failure_class: FailureClass) -> bool:
+def _is_healthy(finding: Finding, failure_class: FailureClass) -> bool:
     return finding.status is Status.PASS or finding.failure_class not in (None, failure_class)
 
 
@@ -178,7 +179,7 @@ def _open_incident(
         id=context.new_id(key),
         failure_class=first.failure_class,
         side=Side.INFRA if runbook is None else runbook.side,
-        # Only the device's own verdict or a written expectation fails a check.
+        # Only the device's own status or a documented expectation fails a check.
         confidence=Confidence.CONFIRMED,
         state=IncidentState.OPEN,
         title=f"{where}{node}: {first.headline}",
@@ -195,7 +196,7 @@ def _open_incident(
 def _add_findings(
     item: OpenIncident, findings: Sequence[Finding], context: NodeCheckContext
 ) -> OpenIncident:
-    """Return *item* with what *findings* add; its incident stays as it is if they add no check."""
+    """Return *item* with *findings* added; its incident is unchanged if they add no check."""
     known = {text.partition(":")[0] for text in (item.text for item in item.incident.evidence)}
     new = [finding for finding in findings if finding.check not in known]
     checks = tuple(dict.fromkeys((*item.checks, *_checks(findings))))
@@ -225,10 +226,10 @@ def _evidence(findings: Sequence[Finding], context: NodeCheckContext) -> tuple[E
 
 
 def _expectation_text(finding: Finding) -> str:
-    """Return what was found and what was wanted, where the finding has both."""
+    """Return value and expectation, if the finding has both."""
     if finding.value is None or finding.threshold is None:
         return ""
     unit = f" {finding.unit}" if finding.unit else ""
     value = str(finding.value)[:_VALUE_CHARS_MAX]
     source = f" ({finding.source})" if finding.source else ""
-    return f": {value}{unit}, wanted {finding.threshold}{source}"
+    return f": {value}{unit}, expected {finding.threshold}{source}"

@@ -1,4 +1,4 @@
-"""Agents that did not come together, and agents that lost what held them together."""
+"""Incidents of a failed rendezvous, and of agents that lost their control store."""
 
 from dataclasses import replace
 
@@ -21,15 +21,15 @@ from gpuops.scrub import scrub
 def incident_from_rendezvous(
     reason: str, *, run_id: str, attempt: int, node: str, at_us: int
 ) -> Incident:
-    """Return the closed incident of the attempt that was to begin and did not, as *node* saw it.
+    """Return the closed incident of an attempt that did not begin, as *node* saw it.
 
-    *reason* says what was waited for and for how long, or what the control store answered; the
-    culprit (a node that never started, a wrong address, a network) does not follow from it.
+    *reason* says what was waited for and for how long, or what the control store answered; it does
+    not reveal the culprit (a node that never started, a wrong address, a network).
     """
     return replace(
         _agent_incident(reason, run_id, attempt, node, at_us),
         failure_class=FailureClass.RENDEZVOUS,
-        title="the agents of the run did not come together",
+        title="the rendezvous of the run's agents failed",
         actions=(ActionKind.STOP,),
         resolution="not recovered: the run ended before a worker was started",
     )
@@ -40,16 +40,16 @@ def incident_from_lost_store(
 ) -> Incident:
     """Return the closed incident of a run that lost its control store in *attempt*, from *node*.
 
-    Every agent of the run has the same account; whether its host, its process or
-    the network failed does not follow from it.
+    Every agent of the run records the same; it does not reveal whether its host, its process or the
+    network failed.
     """
     return replace(
         _agent_incident(reason, run_id, attempt, node, at_us),
         failure_class=FailureClass.STORE_LOST,
         side=Side.INFRA,
-        title="the run lost the store on which its agents agree",
+        title="the run lost the control store of its agents",
         actions=(ActionKind.REQUEUE,),
-        resolution="not recovered: the run asks to be requeued",
+        resolution="not recovered: the run requests a requeue",
     )
 
 

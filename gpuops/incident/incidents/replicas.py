@@ -1,4 +1,4 @@
-"""Ranks whose copies of the training state differ where they must be equal, as an incident."""
+"""Incidents of ranks whose replicas of the training state differ."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ NAMED_RANKS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMismatch:
-    """What was found, *description* in a sentence; ``ranks``: all that must be equal, ``0-2, 5``.
+    """The difference, *description* in a sentence; ``ranks``: all that must be equal, ``0-2, 5``.
 
-    ``suspects`` may be wrong: outvoted ``by_majority``, else nobody knows which of them.
-    ``is_local``: all of them are on the node that reports; ``nodes`` has that of each, where it is
-    known. ``last_equal_step``: of the last state that was compared before and equal.
+    ``suspects`` may be corrupt: outvoted ``by_majority``, else it is unknown which of them.
+    ``is_local``: all of them are on the reporting node; ``nodes`` has the node of each, if known.
+    ``last_equal_step``: of the last state before that was compared and equal.
     """
 
     description: str
@@ -45,9 +45,9 @@ def incident_from_replicas(
 ) -> Incident:
     """Return the open incident of *mismatch*, as *node* reports it.
 
-    The cause may be a device, memory, or a program that is not deterministic: nothing follows from
-    it by itself, and it ends no attempt. A node is named where a fault of hardware must be on it;
-    where it may be on one of several, the evidence has them.
+    The cause may be a device, memory, or a program that is not deterministic: it has no consequence
+    by itself, and ends no attempt. A node is a culprit if a hardware fault must be on it; if it may
+    be on one of several, the evidence names them.
     """
     here = Entity(EntityKind.NODE, node)
     ranks = tuple(Entity(EntityKind.RANK, str(rank)) for rank in mismatch.suspects)
@@ -76,7 +76,7 @@ def incident_from_replicas(
 
 
 def _location_evidence(mismatch: ReplicaMismatch) -> tuple[Evidence, ...]:
-    """Return where each suspect is, where any of them may be wrong."""
+    """Return the node of each suspect."""
     return tuple(
         Evidence(
             role=Role.SYMPTOM,
@@ -88,7 +88,7 @@ def _location_evidence(mismatch: ReplicaMismatch) -> tuple[Evidence, ...]:
 
 
 def _checkpoints_text(mismatch: ReplicaMismatch) -> str:
-    """Say which checkpoints have it, so that nobody takes the newest for a good one."""
+    """Return which checkpoints are affected, so that the newest is not mistaken for a good one."""
     owners = "all of these ranks"
     if mismatch.by_majority:
         suspects = ", ".join(map(str, mismatch.suspects))
@@ -97,10 +97,10 @@ def _checkpoints_text(mismatch: ReplicaMismatch) -> str:
             if len(mismatch.suspects) == 1
             else f"ranks {suspects or mismatch.ranks}"
         )
-    good = "none before was compared"
+    good = "no earlier one was compared"
     if mismatch.last_equal_step is not None:
         good = f"that of step {mismatch.last_equal_step} was equal on all of them"
     return (
-        f"checkpoints from step {mismatch.step} on have it: the copies of {owners} are "
+        f"checkpoints from step {mismatch.step} on are affected: the copies of {owners} are "
         f"suspect; {good}"
     )

@@ -1,4 +1,4 @@
-"""From the exits of one attempt on one host to exactly one incident."""
+"""From the worker exits of one attempt on one host to exactly one incident."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ from gpuops.scrub import scrub
 MESSAGE_CHARS = 120
 
 
-def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a failure
+def incident_from_exits(  # noqa: PLR0913  all that the agent knows of the failure
     exits: Sequence[WorkerExit],
     *,
     run_id: str,
@@ -36,9 +36,9 @@ def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a fail
 ) -> Incident:
     """Return the incident that ended *attempt*, as this node saw it.
 
-    The order of *exits* does not matter. A worker that its agent ended is never a culprit. With
-    no failure among *exits* the incident is unresolved, with authority 0: it must exist, or the
-    failure would be missing from every rate.
+    The order of *exits* does not matter. A worker that its agent ended is never a culprit. Without
+    a failure among *exits* the incident is unresolved, with authority 0: without an incident the
+    failure would be missing from all failure rates.
 
     Args:
         exits: Every worker of the attempt on this node.
@@ -48,7 +48,7 @@ def incident_from_exits(  # noqa: PLR0913  the agent's whole knowledge of a fail
         rules: Log rules (worker and kernel).
         detected_us: When the agent decided that the attempt had failed, epoch µs.
         detected_mono_ns: The same moment on this host's monotonic clock.
-        kernel_lines: The kernel log around the failure; none where it may not be read.
+        kernel_lines: The kernel log around the failure; empty if it may not be read.
     """
     classified = sorted((classify(w, rules, kernel_lines) for w in exits), key=lambda v: v.sort_key)
     cause = find_cause(classified, kernel.find_node_fault(kernel_lines, rules))
@@ -99,7 +99,7 @@ def _what_happened(cause: HostCause, exits: Sequence[ClassifiedExit], node: str)
     if not cause.blamed:
         n_symptoms = sum(1 for v in exits if v.role is Role.SYMPTOM)
         noun = "rank" if n_symptoms == 1 else "ranks"
-        lost = "waited in vain for" if _is_timeout(cause.first) else "lost"
+        lost = "timed out waiting for" if _is_timeout(cause.first) else "lost"
         return f"{n_symptoms} {noun} on {node} {lost} a peer {step_phrase(cause.first.worker)}"
     first = cause.blamed[0].worker
     if len(cause.blamed) > 1:
@@ -116,7 +116,7 @@ def _what_happened(cause: HostCause, exits: Sequence[ClassifiedExit], node: str)
 
 
 def describe_exit(classified: ClassifiedExit) -> str:
-    """Return how a worker ended and what it said, such as ``"raised KeyError: 'labels'"``."""
+    """Return how a worker ended and its message, such as ``"raised KeyError: 'labels'"``."""
     return f"{_action_text(classified)}{_message_text(classified)}"
 
 
@@ -140,7 +140,7 @@ def _was_oom(classified: ClassifiedExit) -> bool:
 
 
 def _message_text(classified: ClassifiedExit) -> str:
-    """Return what the worker said about its end: its exception, or its log's last word."""
+    """Return the worker's message about its end: its exception, or the line of its log."""
     worker = classified.worker
     if worker.exception_type is not None:
         message_text = exception.headline(worker, MESSAGE_CHARS).partition(": ")[2]

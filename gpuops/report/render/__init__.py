@@ -1,1 +1,1 @@
-"""How reports look: text of 100 columns, and JSON bodies whose keys are a contract."""
+"""Rendering of reports: text of 100 columns, and JSON bodies whose keys are a contract."""

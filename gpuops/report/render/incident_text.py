@@ -1,7 +1,7 @@
-"""An incident, and the decision that followed, for a person to read and for programs.
+"""An incident, and the decision that followed, as text and as JSON.
 
-A decision's record was written by an agent of the run's user, so it is untrusted JSON: fields of
-the wrong form are left out.
+A decision's record was written by an agent of the run's user, so it is untrusted JSON: malformed
+fields are omitted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def incident_block(incident: Incident, *, indent: int = 2, full: bool = False) -
     lines = [
         f"incident {short_id(incident.id)}  {incident.failure_class.value}",
         row("cause", incident.title),
-        row("known", f"{confidence_text(incident)}; {incident.culprit_how or 'not said how'}"),
+        row("known", f"{confidence_text(incident)}; {incident.culprit_how or 'reason unknown'}"),
         row("culprits", culprit_names(incident.culprits) or "none"),
         row("seen", _times(incident)),
         row("cost", _incident_cost(incident)),
@@ -51,7 +51,7 @@ def incident_block(incident: Incident, *, indent: int = 2, full: bool = False) -
         row("state", state_text(incident)),
     ]
     recovery = [item for item in incident.evidence if item.role is Role.RECOVERY]
-    lines += [row("went on" if n == 0 else "", item.text) for n, item in enumerate(recovery)]
+    lines += [row("recovery" if n == 0 else "", item.text) for n, item in enumerate(recovery)]
     evidence = [item for item in incident.evidence if item.role is not Role.RECOVERY]
     lines += _evidence(evidence, indent, full=full)
     lines.append(row("runbook", f"gpuops runbook {incident.failure_class.value}"))
@@ -59,7 +59,7 @@ def incident_block(incident: Incident, *, indent: int = 2, full: bool = False) -
 
 
 def incident_list(incidents: Sequence[Incident]) -> str:
-    """Return two lines an incident: what a script would sort by, and what happened."""
+    """Return two lines for each incident: sortable columns, and the title."""
     rows = [
         (
             short_id(item.id),
@@ -78,7 +78,7 @@ def incident_list(incidents: Sequence[Incident]) -> str:
 
 
 def confidence_text(incident: Incident) -> str:
-    """Return how well the cause is known and whose failure it is, in words."""
+    """Return how well the cause is known and on which side it is, as text."""
     return f"{incident.confidence.value.replace('_', ' ')}, side: {incident.side.value}"
 
 
@@ -120,7 +120,7 @@ def _incident_cost(incident: Incident) -> str:
 def _actions(incident: Incident) -> str:
     named = ", ".join(action.value for action in incident.actions)
     if incident.run_id is None and named:
-        return f"{named}, says the runbook"
+        return f"{named} (runbook)"
     return named or "none"
 
 
@@ -136,12 +136,12 @@ def _evidence(items: Sequence[Evidence], indent: int, *, full: bool) -> list[str
         label = "evidence" if index == 0 else ""
         lines.append(labelled(label, f"{item.role.value}: {item.text}", indent))
         if item.role is Role.ROOT and item.path:
-            # Not wrapped: a path is there to be copied.
+            # Not wrapped, so that the path can be copied.
             lines.append(f"{' ' * (indent + LABEL_WIDTH)}log {one_line(item.path)}")
         lines_shown = item.lines if full else item.lines[-LINES_MAX:]
         lines += quoted(lines_shown, indent + LABEL_WIDTH)
     if len(items) > count:
-        more = f"{len(items) - count} more; gpuops incident show has them all"
+        more = f"{len(items) - count} more; gpuops incident show lists all"
         lines.append(labelled("", more, indent))
     return lines
 
@@ -150,14 +150,14 @@ REPORTS_MAX = 16
 _PARSE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 _VERDICT_TEXT = {
     "restart": "restart",
-    "requeue": "stop, and ask to be queued again",
-    "fail": "stop: nothing is left to try",
-    "stop": "stop for good: it would fail again",
+    "requeue": "stop and request a requeue",
+    "fail": "stop: the budget is spent",
+    "stop": "stop, do not requeue: it would fail again",
 }
 
 
 def decision_block(row: DecisionRow, *, indent: int = 2) -> list[str]:
-    """Return the lines that say what was decided, by whom, by which rule and on which reports."""
+    """Return the lines of a decision: the action, the agent, the rule, the reports."""
 
     def line(label: str, text: str) -> str:
         return labelled(label, text, indent)
@@ -170,13 +170,13 @@ def decision_block(row: DecisionRow, *, indent: int = 2) -> list[str]:
         line("because", f"{row.reason} (rule {row.rule})"),
     ]
     lines += _numbered(line, "reports", _reports(row))
-    left_out = [f"{node}: {why}" for node, why in sorted(_excluded(row.body).items())]
-    lines += _listed(line, "left out", left_out)
-    lines += _listed(line, "doubted", _suspected(row))
+    excluded = [f"{node}: {why}" for node, why in sorted(_excluded(row.body).items())]
+    lines += _listed(line, "excluded", excluded)
+    lines += _listed(line, "suspect", _suspected(row))
     lines += _listed(line, "nodes", [_nodes(row.body)])
     lines += _listed(line, "budget", [_budget(row)])
     lines += _listed(line, "site", [f"{row.note} (the site's own decision)"] if row.note else [])
-    # Not wrapped: a path is there to be copied.
+    # Not wrapped, so that the path can be copied.
     paths = log_paths(row)
     lines += [
         f"{' ' * indent}{'logs' if n == 0 else '':<{LABEL_WIDTH}}{one_line(p)}"
@@ -227,11 +227,11 @@ def exclusion_lines(rows: Sequence[ExclusionRow]) -> list[str]:
         f"{'' if row.ordinal is None else f', after attempt {row.ordinal}'}: {row.reason}"
         for row in rows
     ]
-    return [labelled("left out" if n == 0 else "", text) for n, text in enumerate(lines)]
+    return [labelled("excluded" if n == 0 else "", text) for n, text in enumerate(lines)]
 
 
 def log_paths(row: DecisionRow) -> list[str]:
-    """Return the logs of the failure that was decided on, and of those before that were like it."""
+    """Return the logs of the failure that was decided on, and of earlier ones like it."""
     decision = row.body.get("decision")
     failure = _parse_failure(decision.get("failure") if isinstance(decision, Mapping) else None)
     if failure is None:
@@ -269,14 +269,14 @@ def _reports(row: DecisionRow) -> Iterator[str]:
 
 
 def _report_line(report: NodeReport) -> str:
-    text = f"{report.node} said {report.kind.value.replace('_', ' ')}"
+    text = f"{report.node} reported {report.kind.value.replace('_', ' ')}"
     if report.kind in (ReportKind.STOPPED, ReportKind.DONE):
         return text
     roots = (end for end in report.ends if end.role is Role.ROOT)
     first = next(roots, next(iter(report.ends), None))
     detail = report.how if first is None or not first.summary else first.summary
     step = "" if report.last_step is None else f", at step {report.last_step}"
-    blame = "; it speaks against the node" if report.blames_node else ""
+    blame = "; it blames the node" if report.blames_node else ""
     return f"{text} ({report.failure_class.value}{step}){f': {detail}' if detail else ''}{blame}"
 
 
@@ -315,7 +315,7 @@ def _budget(row: DecisionRow) -> str:
     within = f" within {format_seconds(window_s)}" if isinstance(window_s, int | float) else ""
     left = max(row.restarts_max - row.restarts_used, 0)
     noun = "failure" if row.restarts_used == 1 else "failures"
-    # The last of them may have had no restart: the run ended with it.
+    # The last of them may have ended the run without a restart.
     counted = f"{row.restarts_used} {noun} counted{within}"
     return f"{counted}, {row.restarts_max} restarts allowed, {left} left"
 

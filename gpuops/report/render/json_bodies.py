@@ -112,7 +112,7 @@ _NAMES = {
 
 
 def node_json(node: NodeRow) -> Json:
-    """Return what ``gpuops node ls --json`` says of one node."""
+    """Return one node of ``gpuops node ls --json``."""
     return _row_json(node, exclude=("id",))
 
 

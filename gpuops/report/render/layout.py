@@ -1,4 +1,4 @@
-"""Plain text in 100 columns, safe for a terminal whatever the logs held."""
+"""Plain text in 100 columns, safe for a terminal whatever the logs contain."""
 
 import textwrap
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def labelled(label: str, text: str, indent: int = 0) -> str:
 
 
 def quoted(lines: Sequence[str], indent: int) -> list[str]:
-    """Return log *lines*, each on one line behind a bar."""
+    """Return log *lines*, each on one line after a bar."""
     head = f"{' ' * indent}| "
     return [f"{head}{truncate(line, WIDTH - len(head))}" for line in lines]
 
@@ -46,7 +46,7 @@ def table(
     right: Sequence[int] = (),
     width: int = WIDTH,
 ) -> str:
-    """Return an aligned table; the columns in *right* are numbers, the last one may be cut."""
+    """Return a table; the columns in *right* are right-aligned, the last one may be truncated."""
     cells = [list(map(one_line, row)) for row in [head, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     widths[-1] = min(widths[-1], width - sum(w + 2 for w in widths[:-1]))

@@ -1,4 +1,4 @@
-"""A node and its history for a person to read."""
+"""A node and its history as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +39,7 @@ def node_list(nodes: Sequence[NodeRow]) -> str:
 
 
 def history_text(history: NodeHistory) -> str:
-    """Return the node's history: what is open first, then what was done, then what it is."""
+    """Return the node's history: findings and incidents, then actions, then its parts."""
     parts = [
         _heading(history.node),
         _section(f"findings of the last {FINDING_DAYS} days", map(_finding, history.findings)),

@@ -1,4 +1,4 @@
-"""A run's report and its status for a person: 100 columns, the answer in the first three lines."""
+"""A run's report and its status as text: 100 columns, the summary in the first three lines."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -73,10 +73,10 @@ def headline(breakdown: RunBreakdown) -> str:
 
 
 def live_status(breakdown: RunBreakdown) -> str:
-    """Return how a run without an end on record stands, as far as is known here."""
+    """Return the state of a run without an end on record, as far as known here."""
     last_event = date_time(breakdown.end_us)
     if breakdown.agent is AgentLiveness.GONE:
-        return f"the agent is gone (killed?), last heard of at {last_event}"
+        return f"the agent is gone (killed?), last event at {last_event}"
     if breakdown.agent is AgentLiveness.RUNNING:
         return f"still running; last event at {last_event}"
     return f"no end on record; last event at {last_event}"
@@ -91,9 +91,9 @@ def cost_line(breakdown: RunBreakdown) -> str:
     if parts:
         lost = f"{format_seconds(breakdown.lost_s)} lost to failures ({parts})"
     elif breakdown.has_failed:
-        lost = "what the failure cost is not known"
+        lost = "the cost of the failure is not known"
     else:
-        lost = "nothing lost as far as is on record" if breakdown.is_live else "nothing lost"
+        lost = "nothing lost so far on record" if breakdown.is_live else "nothing lost"
     return f"{lost}; ETTR {ettr_text(breakdown)}"
 
 
@@ -109,11 +109,11 @@ def ettr_text(breakdown: RunBreakdown) -> str:
 
 
 def blame(breakdown: RunBreakdown) -> str:
-    """Return who was to blame; a repeated failure is listed once."""
+    """Return the culprits; a repeated failure is listed once."""
     if not breakdown.incidents:
         if breakdown.is_live or breakdown.has_failed:
             return "not known: no incident on record"
-        return "nobody: nothing failed"
+        return "nobody: no failure"
     counts = Counter(map(_blame_text, breakdown.incidents))
     parts = [text if n == 1 else f"{n} times: {text}" for text, n in counts.most_common(3)]
     if len(counts) > 3:
@@ -133,7 +133,7 @@ def _header(breakdown: RunBreakdown) -> list[str]:
     worlds = sorted({a.row.world_size for a in breakdown.attempts if a.row.world_size is not None})
     nodes = sorted({node for a in breakdown.attempts for node in a.row.nodes})
     jobs = sorted({str(a.row.slurm_job_id) for a in breakdown.attempts if a.row.slurm_job_id})
-    ended = date_time(run.ended_us) if run.ended_us is not None else "an end that is not on record"
+    ended = date_time(run.ended_us) if run.ended_us is not None else "an unknown end"
     facts = [
         ("run", f"{run.name}  id {run.id}"),
         ("command", " ".join(run.command)),
@@ -147,8 +147,7 @@ def _header(breakdown: RunBreakdown) -> list[str]:
             "ETTR",
             (
                 f"{ettr_text(breakdown)} = productive / wall time from launch to end, over all "
-                "attempts;"
-                " time in a queue is not in it (ETTR_alloc, after arXiv 2410.21680)"
+                "attempts; queue time is excluded (ETTR_alloc, after arXiv 2410.21680)"
             ),
         ),
     ]
@@ -203,7 +202,7 @@ def _duration(start_us: int | None, end_us: int | None) -> str:
 
 
 def steps_text(first: int | None, last: int | None, beats: int | None) -> str:
-    """Return ``"1 to 57"``, or the heartbeats where step numbers are unknown."""
+    """Return ``"1 to 57"``, or the heartbeats if step numbers are unknown."""
     if first is not None and last is not None:
         return f"{first} to {last}"
     return f"unknown ({beats} beats)" if beats else "none seen"
@@ -212,7 +211,7 @@ def steps_text(first: int | None, last: int | None, beats: int | None) -> str:
 def how_ended(
     breakdown: RunBreakdown, ordinal: int, outcome: str | None, exit_code: int | None
 ) -> str:
-    """Return how an attempt ended: its incident's title, else its outcome in words."""
+    """Return how an attempt ended: its incident's title, else its outcome."""
     for incident in breakdown.incidents:
         if incident.attempt == ordinal:
             return incident.title
@@ -256,7 +255,7 @@ def _lost_text(seconds: float) -> str:
     return f"{seconds:.2f}" if seconds > 0 else "-"
 
 
-# A run that never failed is shown without the phases of a recovery.
+# Phases of a recovery are not shown for a run that never failed.
 _OPTIONAL_PHASES = frozenset(
     {
         TimePhase.DECIDE,
@@ -273,9 +272,9 @@ _PHASE_MEANING = {
     TimePhase.DECIDE: "stopping the workers, gathering reports, deciding",
     TimePhase.RENDEZVOUS: "preflight check, back-off, rendezvous, until new workers start",
     TimePhase.RESTORE: "reading the checkpoint",
-    TimePhase.RESTART: "from a failure to the next first step, not divided further",
+    TimePhase.RESTART: "from a failure to the next first step, not split further",
     TimePhase.REDO: "steps made again, up to the highest step of earlier attempts",
-    TimePhase.OTHER: "after the last step: saving, teardown, the launcher's own end",
+    TimePhase.OTHER: "after the last step: saving, teardown, exit of the launcher",
     TimePhase.UNKNOWN: "unknown: steps, their numbers or the end were not recorded",
 }
 
@@ -286,19 +285,19 @@ def _indented(text: str) -> list[str]:
 
 NODES_MAX = 40
 LABEL_WIDTH = 12
-# An agent beats once a second; `gpuops.control` counts it as suspect after six.
+# An agent sends a heartbeat every second; `gpuops.control` suspects it after six.
 SUSPECT_S = 6.0
 
 
 def status_view(
     view: RunView, *, rate: float | None = None, silent_s: dict[str, float] | None = None
 ) -> RenderableType:
-    """Return the picture of *view*.
+    """Return *view* for the terminal.
 
     Args:
-        view: How the run stands.
-        rate: Steps a second since the last look, None where that is not known.
-        silent_s: For each node the seconds for which its agent's heartbeat has not moved.
+        view: The state of the run.
+        rate: Steps a second since the last poll, None if unknown.
+        silent_s: For each node the seconds since its agent's heartbeat last changed.
     """
     parts: list[RenderableType] = [_labelled(_head(view))]
     if view.step is not None or rate is not None:
@@ -336,7 +335,7 @@ def _head(view: RunView) -> list[str]:
 
 
 def _progress(view: RunView, rate: float | None) -> RenderableType:
-    """Return the step and its rate; how many steps there will be, nobody says."""
+    """Return the step and its rate; the total number of steps is unknown."""
     rate_text = "" if rate is None else f", {rate:.2f} steps/s"
     row = Table.grid(padding=(0, 1))
     is_moving = rate is not None and rate > 0
@@ -348,7 +347,7 @@ def _progress(view: RunView, rate: float | None) -> RenderableType:
 
 
 def _checkpoint(checkpoint: CheckpointView) -> str:
-    """Return where the job would resume from; nothing where its script saves nothing."""
+    """Return where the job would resume from; "" if its script saves nothing."""
     parts = []
     if checkpoint.step is not None:
         age = "" if checkpoint.age_s is None else f", {format_seconds(checkpoint.age_s)} ago"
@@ -363,7 +362,7 @@ def _checkpoint(checkpoint: CheckpointView) -> str:
     if checkpoint.skipped:
         parts.append(f"{checkpoint.skipped} skipped")
     if checkpoint.keeper == "gone":
-        parts.append("its keeper is gone: nothing is saved until another one has begun")
+        parts.append("its keeper is gone: nothing is saved until another one has started")
     return f"checkpoint  {'; '.join(parts)}" if parts else ""
 
 
@@ -375,7 +374,7 @@ def _copies(checkpoint: CheckpointView) -> str:
 
 def _node_lines(nodes: Sequence[RunNodeView], silent_s: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("node", "node rank", "ranks", "step", "last beat", "agent"):
+    for name in ("node", "node rank", "ranks", "step", "heartbeat", "agent"):
         table.add_column(name, justify="left", no_wrap=True)
     for node in nodes[:NODES_MAX]:
         table.add_row(
@@ -412,13 +411,13 @@ def _tail(view: RunView) -> list[str]:
         lines.append(f"spare       {one_line(', '.join(view.spares))}")
     for number, (node, why) in enumerate(sorted(view.excluded.items())):
         lines.append(
-            f"{'left out' if number == 0 else '':<{LABEL_WIDTH}}{one_line(node)}: {one_line(why)}"
+            f"{'excluded' if number == 0 else '':<{LABEL_WIDTH}}{one_line(node)}: {one_line(why)}"
         )
     for number, (node, why) in enumerate(view.suspected.items()):
         suspect_text = (
-            f"{one_line(node)}: {one_line(why)}; a restart does without it, if it can be spared"
+            f"{one_line(node)}: {one_line(why)}; a restart excludes it, if it can be spared"
         )
-        lines.append(f"{'doubted' if number == 0 else '':<{LABEL_WIDTH}}{suspect_text}")
+        lines.append(f"{'suspect' if number == 0 else '':<{LABEL_WIDTH}}{suspect_text}")
     if view.restarts_used is not None:
         most = "" if view.restarts_max is None else f" of {view.restarts_max}"
         lines.append(f"restarts    {view.restarts_used}{most}")

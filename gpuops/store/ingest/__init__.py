@@ -1,4 +1,4 @@
-"""Events into the store: each is kept once, derived tables are updated in the same transaction.
+"""Ingest events: each is stored once, and derived tables are updated in the same transaction.
 
 `batch` inserts events and rebuilds derived tables, `envelope` reads payloads that other processes
 wrote, `merge` combines rows that several writers report, `projections` has one function for each

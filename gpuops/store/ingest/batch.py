@@ -1,8 +1,8 @@
-"""Events into the store: each is kept once, and derived tables are updated from it.
+"""Ingest events: each is stored once, and derived tables are updated from it.
 
-Any permutation, duplication or splitting of the same lines leaves the same rows: an event is
-known by its id and by its (origin, boot_id, seq), and what it adds is joined by `merge`. After an
-upgrade `rebuild_projections` reads the stored events once more, to fill new tables.
+Any permutation, duplication or splitting of the same lines results in the same rows: an event is
+identified by its id and by its (origin, boot_id, seq), and its projected rows are combined by
+`merge`. After an upgrade `rebuild_projections` reads the stored events again, to fill new tables.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ INGEST_LOG = MergeRule(
 
 @dataclass(frozen=True, slots=True)
 class IngestCounts:
-    """What became of a batch. ``conflicting`` lines bear a number or an id of another event."""
+    """The result of a batch. ``conflicting`` lines have a number or an id of another event."""
 
     new: int
     already_there: int
@@ -40,17 +40,17 @@ class IngestCounts:
 
 
 def ingest(connection: Connection, envelopes: Sequence[EventEnvelope], now_us: int) -> IngestCounts:
-    """Put *envelopes* into the store, within the caller's transaction.
+    """Insert *envelopes* into the store, within the caller's transaction.
 
     Raises:
-        SpoolLineError: A payload is not one of its kind (see `facts_of`); nothing is written.
+        SpoolLineError: A payload is invalid (see `project_event`); nothing is written.
         sqlalchemy.exc.SQLAlchemyError: The database refused or went away.
     """
     first = {_line_key(envelope): envelope for envelope in reversed(envelopes)}
     rows_by_line = {line_key: project_event(envelope) for line_key, envelope in first.items()}
     new = [first[line_key] for line_key in _insert_events(connection, list(first.values()), now_us)]
     write_projected_rows(
-        connection, [fact for envelope in new for fact in rows_by_line[_line_key(envelope)]]
+        connection, [row for envelope in new for row in rows_by_line[_line_key(envelope)]]
     )
     upsert(connection, INGEST_LOG, [_log_row(envelope) for envelope in new])
     written = set(map(id, new))
@@ -59,7 +59,7 @@ def ingest(connection: Connection, envelopes: Sequence[EventEnvelope], now_us: i
 
 
 def write_projected_rows(connection: Connection, projected: Iterable[ProjectedRow]) -> None:
-    """Join *projected* into the derived tables."""
+    """Merge *projected* into the derived tables."""
     rows: dict[int, list[Row]] = {}
     for rule, row in projected:
         rows.setdefault(id(rule), []).append(row)
@@ -76,7 +76,7 @@ def _line_key(envelope: EventEnvelope) -> _LineKey:
 
 
 def valid_envelopes(envelopes: Sequence[EventEnvelope]) -> list[EventEnvelope]:
-    """Return those of *envelopes* whose payload is one of its kind."""
+    """Return the *envelopes* with a valid payload."""
     valid = []
     for envelope in envelopes:
         with contextlib.suppress(SpoolLineError):
@@ -88,7 +88,7 @@ def valid_envelopes(envelopes: Sequence[EventEnvelope]) -> list[EventEnvelope]:
 def _insert_events(
     connection: Connection, envelopes: Sequence[EventEnvelope], now_us: int
 ) -> list[_LineKey]:
-    """Insert the events that are not there yet; return their numbers, in one order for all."""
+    """Insert the new events; return their keys, in an order that is the same for all writers."""
     if not envelopes:
         return []
     table = schema.events
@@ -151,11 +151,11 @@ _BATCH = 500
 
 
 def rebuild_projections(connection: Connection) -> None:
-    """Join every stored event into the derived tables; what they hold already stays as it is."""
+    """Merge every stored event into the derived tables; existing rows do not change."""
     for batch in _batches(connection):
         projected = []
         for envelope in batch:
-            # It was stored by a release that did not read its kind.
+            # It was stored by a release that did not project its kind.
             with contextlib.suppress(SpoolLineError):
                 projected += project_event(envelope)
         write_projected_rows(connection, projected)

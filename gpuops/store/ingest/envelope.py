@@ -1,4 +1,4 @@
-"""An event on its way into the store, and typed reading of its payload."""
+"""An event to ingest, and typed reading of its payload."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _TEXT_MAX = 64 * 1024
 
 
 class PayloadReader:
-    """A payload whose values are refused when they are not of the kind that was asked for.
+    """Reads the values of a payload, and refuses those of another type.
 
     A missing key is None: agents of an older release do not send the newest keys.
     """
@@ -26,10 +26,10 @@ class PayloadReader:
         self._where = where
 
     def integer(self, name: str) -> int | None:
-        """Return a whole number that a 64-bit column takes.
+        """Return an integer that fits a 64-bit column.
 
         Raises:
-            SpoolLineError: Something else is there.
+            SpoolLineError: It is another value.
         """
         value = self._values.get(name)
         if value is None:
@@ -41,10 +41,10 @@ class PayloadReader:
         return value
 
     def text(self, name: str) -> str | None:
-        """Return a text (a number is taken for its text).
+        """Return a text (a number is converted).
 
         Raises:
-            SpoolLineError: Something else is there.
+            SpoolLineError: It is another value.
         """
         value = self._values.get(name)
         if value is None:
@@ -54,10 +54,10 @@ class PayloadReader:
         return str(value)
 
     def short_text(self, name: str) -> str | None:
-        """Return a short text that an index takes.
+        """Return a short text that fits an index.
 
         Raises:
-            SpoolLineError: Something else is there.
+            SpoolLineError: It is another value.
         """
         value = self.text(name)
         if value is not None and len(value) > SHORT_TEXT_MAX:
@@ -65,10 +65,10 @@ class PayloadReader:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts; none where there is none.
+        """Return a list of texts; an empty one if the key is missing.
 
         Raises:
-            SpoolLineError: Something else is there.
+            SpoolLineError: It is another value.
         """
         values = self._values.get(name)
         if values is None:
@@ -78,40 +78,40 @@ class PayloadReader:
         return values
 
     def required_integer(self, name: str) -> int:
-        """Return a whole number that must be there.
+        """Return a required integer.
 
         Raises:
-            SpoolLineError: It is not.
+            SpoolLineError: It is missing or another value.
         """
         value = self.integer(name)
         if value is None:
-            raise self.field_error(name, "there")
+            raise self.field_error(name, "present")
         return value
 
     def required_text(self, name: str) -> str:
-        """Return a text that must be there.
+        """Return a required text.
 
         Raises:
-            SpoolLineError: It is not.
+            SpoolLineError: It is missing or another value.
         """
         value = self.text(name)
         if value is None:
-            raise self.field_error(name, "there")
+            raise self.field_error(name, "present")
         return value
 
     def required_short_text(self, name: str) -> str:
-        """Return a short text that must be there.
+        """Return a required short text.
 
         Raises:
-            SpoolLineError: It is not.
+            SpoolLineError: It is missing or another value.
         """
         value = self.short_text(name)
         if value is None:
-            raise self.field_error(name, "there")
+            raise self.field_error(name, "present")
         return value
 
     def field_error(self, name: str, expected: str) -> SpoolLineError:
-        """Return the error that names the field and what it should have been."""
+        """Return the error that names the field and what was expected."""
         return SpoolLineError(f"{self._where}: {name} is not {expected}")
 
 
@@ -120,7 +120,7 @@ ProjectedRow = tuple[MergeRule, Row]
 
 @dataclass(frozen=True, slots=True)
 class EventEnvelope:
-    """One line, the cluster it is from and the uid that owns the file it stood in."""
+    """One line, its cluster and the uid that owns its file."""
 
     line: SpoolLine
     cluster: str = "default"
@@ -132,7 +132,7 @@ class EventEnvelope:
 
     @property
     def is_from_root(self) -> bool:
-        """Say whether root wrote it: a user can lie, and may do so only about their own runs."""
+        """Return whether root wrote it: a user can lie, but only about their own runs."""
         return self.uid == 0
 
     @property
@@ -154,7 +154,7 @@ class EventEnvelope:
         return f"{10**20 - 1 - self.event.t_us:020d}/{self.event.id}"
 
     def payload_reader(self) -> PayloadReader:
-        """Return the payload, to be read by type."""
+        """Return a reader of the payload."""
         return PayloadReader(self.event.payload, self.event.kind)
 
 

@@ -1,9 +1,9 @@
-"""How the reports of several writers are merged into one row, in any order of arrival.
+"""Merge the reports of several writers into one row, in any order of arrival.
 
-A `MergeRule` declares for each column of a derived table how two accounts of it join; every way is
-commutative, associative and, but for sums, idempotent. The declaration is carried out twice: in
-Python for the rows of one batch, and in SQL (``ON CONFLICT DO UPDATE``) against the stored row, so
-that two writers at once cannot lose each other's account.
+A `MergeRule` declares for each column of a derived table how two values are merged; every way is
+commutative, associative and, but for sums, idempotent. It is implemented twice: in Python for the
+rows of one batch, and in SQL (``ON CONFLICT DO UPDATE``) against the stored row, so that concurrent
+writers cannot lose each other's values.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +19,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRule:
-    """How rows of *table* with equal *key* columns join.
+    """How rows of *table* with equal *key* columns are merged.
 
     Attributes:
         table: The derived table.
         least: Columns that keep the smallest known value.
         greatest: Columns that keep the greatest known value.
-        best: For each ``*_key`` column, the columns that come along with its greatest value.
-        total: Columns that add up: only for rows made of events never counted before.
-        Columns named nowhere are part of the key's meaning: equal in every account.
+        best: For each ``*_key`` column, the columns that are taken from the row with its greatest
+            value.
+        total: Columns that are summed: only for rows of events never counted before.
+
+    Columns not named here are determined by the key: equal in every row.
     """
 
     table: Table
@@ -39,14 +41,14 @@ class MergeRule:
 
     @property
     def is_updating(self) -> bool:
-        """Say whether a second account can change a row at all."""
+        """Return whether a second row can change the first."""
         return bool(self.least or self.greatest or self.best or self.total)
 
 
 def merge_rows(rule: MergeRule, rows: Iterable[Row]) -> list[Row]:
-    """Return *rows* with one row a key, complete and sorted by key.
+    """Return *rows* merged to one for each key, with all columns, sorted by key.
 
-    The order is the same for every writer, so that two of them cannot wait for each other.
+    The order is the same for every writer, so that two of them cannot deadlock.
     """
     merged: dict[tuple[Any, ...], Row] = {}
     names = [column.name for column in rule.table.columns]
@@ -78,7 +80,7 @@ def _choose_known(pick: Any, old: Any, new: Any) -> Any:  # noqa: ANN401 any com
 
 
 def upsert(connection: Connection, rule: MergeRule, rows: Sequence[Row]) -> None:
-    """Join *rows* into the stored table."""
+    """Merge *rows* into the stored table."""
     merged = merge_rows(rule, rows)
     if not merged:
         return
@@ -90,7 +92,7 @@ def upsert(connection: Connection, rule: MergeRule, rows: Sequence[Row]) -> None
         statement = statement.on_conflict_do_update(
             index_elements=list(rule.key),
             set_=assigned,
-            # A row that is written again is a dead row and a lock, also where nothing changed.
+            # Rewriting an unchanged row would cost a dead row and a lock.
             where=or_(*(old[name].is_distinct_from(new) for name, new in assigned.items())),
         )
     else:

@@ -1,7 +1,7 @@
-"""What the store knows of nodes: their history for commands; repairs and strikes for checks.
+"""Queries about nodes: their history for commands; repairs and strikes for checks.
 
-A strike counts for 28 days, the window in which Meta's lemon detection adds up a node's signals
-(arXiv 2410.21680, on lemon nodes), and until a repair of what it is against.
+A strike counts for 28 days, the window in which Meta's lemon detection sums a node's signals
+(arXiv 2410.21680, on lemon nodes), and until a repair of its entity.
 """
 
 import difflib
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node. ``state``: ``drained`` or ``resumed``, what gpuops last did to it, if anything."""
+    """One node. ``state``: ``drained`` or ``resumed``, gpuops' last action on it, if any."""
 
     id: str
     name: str
@@ -50,9 +50,9 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingRow:
-    """What a check said of one entity in one verdict, ``count`` times; of the last, its words.
+    """A finding of a check about one entity, seen ``count`` times, with the last message.
 
-    ``uid``: who ran it; a user can lie.
+    ``uid``: the user who ran the check, who can lie.
     """
 
     check: str
@@ -69,7 +69,7 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRow:
-    """One drain, or one end of it."""
+    """One drain or resume."""
 
     t_us: int
     state: str
@@ -80,7 +80,7 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentRow:
-    """A part, and when it was first and last seen in the node."""
+    """A part, and the times at which it was first and last seen in the node."""
 
     kind: str
     component_id: str
@@ -124,7 +124,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
-    """All that the store knows of a node, the newest first; ``findings`` of the last `DAYS`."""
+    """The history of a node, newest first; ``findings`` of the last `FINDING_DAYS`."""
 
     node: NodeRow
     findings: tuple[FindingRow, ...]
@@ -214,7 +214,7 @@ def find_node(connection: Connection, name: str, *, cluster: str) -> NodeRow:
     """Return the node called *name*: that of *cluster*, else the only one of that name.
 
     Raises:
-        UsageError: There is none, or it is in several other clusters.
+        UsageError: There is none, or several other clusters have one.
     """
     found = nodes(connection, name=name)
     candidates = [row for row in found if row.cluster == cluster] or found
@@ -234,7 +234,7 @@ def find_node(connection: Connection, name: str, *, cluster: str) -> NodeRow:
 
 
 def node_history(connection: Connection, node: NodeRow, *, now_us: int) -> NodeHistory:
-    """Return what the store knows of *node*."""
+    """Return the history of *node*."""
     return NodeHistory(
         node=node,
         findings=list_findings(connection, node.id, since_us=now_us - FINDING_DAYS * _DAY_US),
@@ -270,12 +270,12 @@ def incidents_of(connection: Connection, node_id: str, name: str, limit: int) ->
         .limit(limit)
     )
     found = [Incident.from_json(body) for body in connection.execute(query).scalars()]
-    # An account that no longer stands may have named it.
+    # A superseded snapshot may have named it.
     return [item for item in found if Entity(EntityKind.NODE, name) in item.culprits]
 
 
 def list_findings(connection: Connection, node_id: str, *, since_us: int) -> tuple[FindingRow, ...]:
-    """Return what checks found amiss on a node, equal ones as one, the newest first."""
+    """Return the findings of a node that are no pass, equal ones as one, newest first."""
     run, result, event = schema.check_runs.c, schema.check_results.c, schema.events.c
     query = (
         select(schema.check_results, run.start_us, event.origin_uid)
@@ -350,7 +350,7 @@ def fetch_repairs_and_strikes(
 ) -> tuple[tuple[Repair, ...], tuple[Strikes, ...]]:
     """Return the repairs of *node*, and the strikes against it and the parts last seen in it.
 
-    Of each thing that was repaired only its latest repair; the newest first, of both.
+    Only the latest repair of each entity; both newest first.
 
     Raises:
         UsageError, StoreError: The store gave no answer within *deadline_s*.
@@ -373,12 +373,12 @@ def latest_repairs(connection: Connection, node_id: str) -> tuple[Repair, ...]:
 
 
 def node_strikes(connection: Connection, node_id: str, *, now_us: int) -> list[Strike]:
-    """Return the strikes that count against a node and the parts last seen in it, newest first."""
+    """Return the valid strikes against a node and the parts last seen in it, newest first."""
     strike, incident = schema.strikes.c, schema.incidents.c
     entities = _entities_of_node(connection, node_id)
     query = (
         select(*(strike[name] for name in Strike.__dataclass_fields__))
-        # Where a later account blames something else, the earlier one's strike is void.
+        # If a later snapshot blames another entity, the strike of the earlier one is void.
         .join(schema.incidents, incident.id == strike.incident_id)
         .where(incident.account_key == strike.account_key)
         .where(strike.t_us > now_us - STRIKE_DAYS * _DAY_US)
@@ -390,7 +390,7 @@ def node_strikes(connection: Connection, node_id: str, *, now_us: int) -> list[S
         item
         for item in found
         if (item.entity_kind, item.entity_id) in entities
-        # Nodes of other clusters may bear the same name.
+        # Nodes of other clusters may have the same name.
         and (item.entity_kind != EntityKind.NODE.value or item.node_id == node_id)
     ]
     repairs = _relevant_repairs(connection, on_this_node)
@@ -398,7 +398,7 @@ def node_strikes(connection: Connection, node_id: str, *, now_us: int) -> list[S
 
 
 def count_strikes(strikes: Iterable[Strike]) -> tuple[Strikes, ...]:
-    """Return *strikes* added up by entity; of probable causes it takes two to make one."""
+    """Return *strikes* summed by entity; two probable ones count as one."""
     groups: dict[tuple[str, str], list[Strike]] = {}
     for item in strikes:
         groups.setdefault((item.entity_kind, item.entity_id), []).append(item)
@@ -417,7 +417,7 @@ def count_strikes(strikes: Iterable[Strike]) -> tuple[Strikes, ...]:
 
 
 def _entities_of_node(connection: Connection, node_id: str) -> set[tuple[str, str]]:
-    """Return the node itself and the parts that were seen nowhere else since."""
+    """Return the node itself and the parts that were not seen elsewhere since."""
     here, elsewhere = schema.components.alias("here"), schema.components.alias("elsewhere")
     later = (
         select(elsewhere.c.node_id)
@@ -437,7 +437,7 @@ _RepairKey = tuple[str, str, str, int]
 
 
 def _relevant_repairs(connection: Connection, strikes: Iterable[Strike]) -> set[_RepairKey]:
-    """Return the repairs of what was struck, and of the nodes where that was."""
+    """Return the repairs of the entities of *strikes*, and of their nodes."""
     strikes = list(strikes)
     table = schema.repairs.c
     names = {item.entity_id for item in strikes}

@@ -1,4 +1,4 @@
-"""What commands read from a store about runs, as plain records; and failures per node hour."""
+"""Queries about runs, as plain records; and failures per node hour."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,9 +90,9 @@ class CheckRunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRow:
-    """What was decided after the failure of one attempt; ``body`` is the event's payload.
+    """The decision after the failure of one attempt; ``body`` is the event's payload.
 
-    It was written by an agent of the run's user: nothing in it is to be trusted.
+    An agent of the run's user wrote it: it is not trusted.
     """
 
     ordinal: int
@@ -250,7 +250,7 @@ def find_incident(connection: Connection, prefix: str) -> Incident:
 def decisions(
     connection: Connection, run_id: str, *, ordinal: int | None = None
 ) -> list[DecisionRow]:
-    """Return what was decided in a run, or only after the failure of attempt *ordinal*."""
+    """Return the decisions of a run, or only those after the failure of attempt *ordinal*."""
     table, place = schema.decisions, schema.nodes
     query = (
         select(table, place.c.hostname.label("node"))
@@ -266,7 +266,7 @@ def decisions(
 
 
 def exclusions(connection: Connection, run_id: str) -> list[ExclusionRow]:
-    """Return the nodes that a run went on without, in order of time."""
+    """Return the nodes that a run excluded, in order of time."""
     table = schema.exclusions
     query = select(table).where(table.c.run_id == run_id).order_by(table.c.t_us, table.c.excluded)
     names = ExclusionRow.__dataclass_fields__
@@ -336,7 +336,7 @@ def check_runs(
     ]
 
 
-# What nobody's script did: a mistake in a script comes early or with a change, not at random.
+# Sides other than the user's: an error in a script occurs early or with a change, not at random.
 COUNTED_SIDES = (Side.INFRA, Side.AMBIGUOUS, Side.EXTERNAL)
 _HOUR_US = 3600 * 1_000_000
 
@@ -355,16 +355,16 @@ class FailureExposure:
 def read_exposure(
     connection: Connection, *, since_us: int, until_us: int, cluster: str | None = None
 ) -> FailureExposure:
-    """Return what is on record of the time from *since_us* to *until_us*.
+    """Return the failures and node hours from *since_us* to *until_us*.
 
-    An attempt counts with the part of it that lies in that time, from its start to its end, or to
-    the last step that is known of one without an end.
+    An attempt counts with its part in that time, from its start to its end, or to its last known
+    step if it has no end.
 
     Args:
-        connection: Of a store.
+        connection: To a store.
         since_us: Begin.
         until_us: End.
-        cluster: Of which runs; None: of all.
+        cluster: Only runs of this cluster; None: all.
     """
     attempt, incident = schema.attempts.c, schema.incidents.c
     begin = _clamp(attempt.start_us, since_us, until_us)

@@ -1,8 +1,8 @@
 """One spool line: an event under a checksum, numbered by its writer.
 
 A line is one JSON object of ASCII characters that starts with ``{"crc":"xxxxxxxx",``; the CRC-32
-(zlib) is over every byte after that prefix up to the newline, so that a damaged line is known
-before it is parsed. Lines are read as hostile: size first, then checksum, then shape.
+(zlib) is over every byte after that prefix up to the newline, so that a damaged line is detected
+before it is parsed. Lines are treated as hostile: size first, then checksum, then structure.
 """
 
 import json
@@ -33,12 +33,12 @@ _SHRINK_TO = ((8192, 512), (1024, 64), (128, 8))
 
 
 class SpoolLineError(ValueError):
-    """A line that no gpuops writer makes, with the reason."""
+    """A line that no gpuops writer produces, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolLine:
-    """One event with the number its writer gave it: unique by (origin, boot_id, seq)."""
+    """One event with its writer's sequence number: unique by (origin, boot_id, seq)."""
 
     origin: str
     boot_id: str
@@ -77,14 +77,14 @@ class LineEncoder:
 
 
 def sanitize_event(event: Event) -> Event:
-    """Return *event* with a payload that any store takes: no secrets, plain JSON, whole text."""
+    """Return *event* with a payload that any store accepts: no secrets, plain JSON, valid text."""
     return replace(event, payload=cast("Json", _sanitize(scrub_value(event.payload))))
 
 
 def _sanitize(value: object) -> object:
     match value:
         case str():
-            # Postgres keeps no NUL, and half of a surrogate pair is no text in UTF-8.
+            # Postgres rejects NUL, and half of a surrogate pair is not valid in UTF-8.
             plain: object = value.replace("\0", "�").encode("utf-8", "replace").decode("utf-8")
         case bool() | None:
             plain = value

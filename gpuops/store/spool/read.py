@@ -1,10 +1,10 @@
-"""Read a spool: every line is treated as hostile, none can stop the others.
+"""Read a spool: every line is treated as hostile, none can block the others.
 
-A torn last line is what a crash leaves: skipped and counted. A bad line in the middle is damage
-or malice: reported with what it was, for `quarantine`.
+A torn last line is the result of a crash: skipped and counted. A bad line in the middle is damage
+or malice: reported, for `quarantine`.
 
-Each is one JSON object: where it stood, why it was refused, its first bytes. The directory is
-bounded; lines above the bound are only counted, a byte for each in the file `DROPPED`.
+A quarantined line is one JSON object: its position, the reason, its first bytes. The directory is
+bounded; lines above the bound are only counted, a byte for each in the file `DROPPED_FILE`.
 """
 
 import json
@@ -49,10 +49,10 @@ def read_lines(
 
     Args:
         fd: Stays open.
-        origin: The only writer whose lines may stand in it.
-        offset: Where a line starts.
-        is_closed: Nobody writes to it any more, so that a last line without an end is torn; else it
-            is not complete yet and left for the next time.
+        origin: The only writer whose lines it may contain.
+        offset: The start of a line.
+        is_closed: It has no writer any more, so that a last line without a newline is torn; else
+            that line is incomplete and left for the next call.
     """
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(offset)
@@ -92,7 +92,7 @@ def _decode_entry(raw: bytes, end: int, origin: str, *, has_newline: bool) -> Sp
     if line.origin != origin:
         return SpoolEntry(
             end,
-            bad_line=BadLine(f"it says it is of origin {line.origin}", raw[:BAD_LINE_BYTES_MAX]),
+            bad_line=BadLine(f"it claims the origin {line.origin}", raw[:BAD_LINE_BYTES_MAX]),
         )
     return SpoolEntry(end, line=line)
 
@@ -104,7 +104,7 @@ _NAMESPACE = uuid.UUID("8a4f9b52-6b1c-5d53-9f0e-70c1b0a7c8d2")
 
 @dataclass(frozen=True, slots=True)
 class RejectedLine:
-    """One refused line of a segment, which ends at *end* in it."""
+    """One refused line of a segment, which ends at offset *end*."""
 
     segment: SpoolSegment
     end: int
@@ -115,7 +115,7 @@ def quarantine(spool: Path, rejected: Iterable[RejectedLine]) -> None:
     """Append *rejected* to files named after their segments.
 
     Raises:
-        OSError: They cannot be kept; then the segment must stay.
+        OSError: They cannot be written; then the segment must stay.
     """
     directory = spool / REJECTED_DIR
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -155,7 +155,7 @@ def count_rejected(spool: Path) -> int:
 
 
 def count_dropped(spool: Path) -> int:
-    """Return how many refused lines did not fit below *spool* and are gone."""
+    """Return how many refused lines exceeded the bound below *spool* and were dropped."""
     try:
         return (spool / REJECTED_DIR / DROPPED_FILE).lstat().st_size
     except OSError:
@@ -175,7 +175,7 @@ def _files(directory: Path) -> list[Path]:
 def rejection_event_line(rejected: RejectedLine, *, node: str) -> SpoolLine:
     """Return the event that reports the first refused line of a segment.
 
-    The same segment makes the same event, however often it is read; its time is the segment's.
+    The event depends only on the segment, however often it is read; its time is the segment's.
     """
     segment = rejected.segment
     name = f"{segment.origin}/{segment.number:08d}"
@@ -192,5 +192,5 @@ def rejection_event_line(rejected: RejectedLine, *, node: str) -> SpoolLine:
             "traceback": None,
         },
     )
-    # A boot of its own, so that the report cannot take the number of an event.
+    # A separate boot id, so that the report cannot take the number of an event.
     return SpoolLine(segment.origin, "rejected", segment.number, event)

@@ -1,11 +1,10 @@
 """Record events from code that must not fail, and keep a copy with the run.
 
-A run directory alone is enough for a report, whatever became of spool and store.
+A run directory alone is enough for a report, even without spool and store.
 
-A recorder never raises and never waits for a database. Where the spool cannot be written it logs
-that once, counts lost events, and records the count as soon as it can write again. A shared file
-system may hold a writer for minutes: `QueuedRecorder` writes from a thread of its own, from a
-bounded queue.
+A recorder never raises and never waits for a database. If the spool cannot be written it logs that
+once, counts lost events, and records the count as soon as it can write again. A shared file system
+may block a writer for minutes: `QueuedRecorder` writes from its own thread, from a bounded queue.
 """
 
 import logging
@@ -59,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Takes events; neither method raises."""
+    """Records events; neither method raises."""
 
     def record(self, *events: Event) -> None: ...
 
@@ -67,7 +66,7 @@ class Recorder(Protocol):
 
 
 class NullRecorder:
-    """Forgets everything."""
+    """Discards all events."""
 
     def record(self, *events: Event) -> None:
         pass
@@ -83,11 +82,11 @@ class _LineSink(Protocol):
 
 
 class SpoolRecorder:
-    """Writes events to the spool and, where there is a run directory, to its journal.
+    """Writes events to the spool and, if there is a run directory, to its journal.
 
-    *open_spool* makes the writer for a line source; it is called again at most once a recorded
-    batch while it fails, so that a spool that becomes writable is used. ``lost`` counts events
-    that no spool took.
+    *open_spool* makes the writer for a line encoder; while it fails it is called again for each
+    batch, so that a spool that becomes writable is used. ``lost`` counts events that were not
+    written to a spool.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class SpoolRecorder:
     def _record(self, events: Sequence[Event]) -> None:
         sync = any(event.severity >= Severity.ERROR for event in events)
         lines = [self._source.encode(event) for event in events]
-        # The spool first: it is local, while a journal's file system may hold us up.
+        # The spool first: it is local, while a journal's file system may block.
         self._to_spool(lines, sync=sync)
         if self._journal_dir is not None:
             self._to_journal(lines, sync=sync)
@@ -189,7 +188,7 @@ def spool_recorder(  # noqa: PLR0913 all but one are keywords
     randomness: Callable[[int], bytes] = os.urandom,
     journal: Path | None = None,
 ) -> SpoolRecorder:
-    """Return a recorder into the spool *directory* and, where given, the *journal* directory."""
+    """Return a recorder into the spool *directory* and, if given, the *journal* directory."""
 
     def open_spool(source: LineEncoder) -> SpoolWriter:
         return SpoolWriter(
@@ -217,7 +216,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class QueuedRecorder:
-    """Hands events to *inner* from a thread of its own. No method raises or waits for *inner*."""
+    """Passes events to *inner* from its own thread. No method raises or waits for *inner*."""
 
     def __init__(
         self,
@@ -243,24 +242,24 @@ class QueuedRecorder:
         self._thread.start()
 
     def record(self, *events: Event) -> None:
-        """Queue *events* as one batch; drop all of them where there is no room or after the end."""
+        """Queue *events* as one batch; drop all of them if the queue is full or closed."""
         with self._changed:
             if not self._enqueue(len(events), lambda: self._inner.record(*events)):
                 self._unreported += len(events)
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have *action* called after what was recorded before; not where there is no room."""
+        """Call *action* after the events recorded before; drop it if the queue is full."""
         with self._changed:
             self._enqueue(1, action)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what waits and close *inner*; give up after *timeout_s* and say so."""
+        """Write the queue and close *inner*; after *timeout_s* give up and log it."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            message = "%d events of this run are not written: the file system holds them up"
+            message = "%d events of this run are not written: the file system blocks"
             _log.warning(message, self._waiting)
 
     def _enqueue(self, size: int, action: Callable[[], None]) -> bool:
@@ -280,7 +279,7 @@ class QueuedRecorder:
         self._call_safely(self._inner.close)
 
     def _next(self) -> tuple[int, Callable[[], None]] | None:
-        """Return what is to be done next, None at the end."""
+        """Return the next action and its size, None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._unreported or self._is_closing)
             if self._queue:
@@ -295,7 +294,7 @@ class QueuedRecorder:
     def _call_safely(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # noqa: BLE001 boundary: the thread must outlive whatever it was given
+        except Exception:  # noqa: BLE001 boundary: the thread must survive any error of an action
             _log.warning("a write for this run failed", exc_info=True)
 
     def _lost_event(self, count: int) -> Event:

@@ -1,8 +1,8 @@
-"""The files of a spool directory, how much waits in them, how far each was sent.
+"""The files of a spool directory, their backlog, and the offset up to which each was sent.
 
 Layout: ``<spool>/<origin>/<number>.open`` while its writer appends (it holds a flock on it),
 ``.ready`` once complete, ``<number>.sent`` next to it with the offset that a store already has;
-``<spool>/rejected/`` for lines that no store can take.
+``<spool>/rejected/`` for lines that no store accepts.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from gpuops.errors import SpoolError
 from gpuops.host.trust import why_not_ours
 from gpuops.store.spool.format import ORIGIN_PATTERN
 
-# A file takes at least one block, so that many tiny segments count too.
+# The least size of a file on disk, so that many tiny segments count too.
 BLOCK_BYTES = 4096
 REJECTED_DIR = "rejected"
 _SEGMENT = re.compile(r"(\d{8})\.(open|ready)")
@@ -39,12 +39,12 @@ class SpoolSegment:
 
     @property
     def offset_path(self) -> Path:
-        """Return the file with the offset up to which it is sent."""
+        """Return the file with the offset up to which it was sent."""
         return self.directory / f"{self.number:08d}.sent"
 
 
 def ensure_own_directory(path: Path, *, private: bool) -> None:
-    """Make *path* if need be and make sure that it is ours; *private*: for nobody else's eyes.
+    """Create *path* if missing and check that it is ours; *private*: not accessible to others.
 
     Raises:
         SpoolError: Not a directory, another user's, open to others, or not writable.
@@ -55,7 +55,7 @@ def ensure_own_directory(path: Path, *, private: bool) -> None:
 
 
 def spool_error(path: Path, reason: str) -> SpoolError:
-    """Return the one clear line about a spool that cannot be written."""
+    """Return the one-line error for a spool that cannot be written."""
     return SpoolError(
         f"cannot write the spool {path}: {reason}; "
         "point spool.dir (GPUOPS_SPOOL) at a directory of your own with free space"
@@ -63,9 +63,9 @@ def spool_error(path: Path, reason: str) -> SpoolError:
 
 
 def find_segments(spool: Path) -> list[SpoolSegment]:
-    """Return every segment below *spool*, oldest first; none where there is no spool.
+    """Return every segment below *spool*, oldest first; none if there is no spool.
 
-    Anything that is not named as a writer names it is left alone.
+    Files with other names are ignored.
 
     Raises:
         SpoolError: The directory cannot be read.
@@ -103,7 +103,7 @@ def _modified_ns(entry: "os.DirEntry[str]") -> int | None:
 
 
 def open_segment(segment: SpoolSegment) -> int | None:
-    """Return a descriptor to read *segment*, or None where it has gone or is no plain file."""
+    """Return a descriptor to read *segment*, or None if it is gone or no regular file."""
     try:
         fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -115,10 +115,10 @@ def open_segment(segment: SpoolSegment) -> int | None:
 
 
 def has_live_writer(segment: SpoolSegment, fd: int) -> bool:
-    """Say whether *segment*'s writer may still append; if not, *fd* keeps others from judging.
+    """Return whether *segment*'s writer may still append; if not, *fd* now holds its lock.
 
-    A file system without locks answers "lives": lines may be sent again, which is harmless, but
-    none is deleted under a writer.
+    True on a file system without locks: lines may be sent again, which is harmless, but none is
+    deleted under a writer.
     """
     if segment.is_ready:
         return False
@@ -142,7 +142,7 @@ def remove_segment(segment: SpoolSegment) -> None:
 def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int, int]:
     """Delete complete segments, oldest first, until *spool* is within its bounds.
 
-    Segments whose writer lives stay. Returns the number of lines and of bytes dropped.
+    Segments with a live writer stay. Returns the number of lines and of bytes dropped.
     """
     sized = [(segment, _size(segment)) for segment in find_segments(spool)]
     total, count = sum(size for _, size in sized), len(sized)
@@ -163,7 +163,7 @@ def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int,
 
 
 def modified_us(segment: SpoolSegment) -> int:
-    """Return when *segment* was last written to, 0 where it has gone."""
+    """Return when *segment* was last written to, 0 if it is gone."""
     try:
         return segment.path.stat().st_mtime_ns // 1000
     except OSError:
@@ -182,7 +182,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SpoolBacklog:
-    """What no store has taken yet. ``oldest_us`` is when the oldest of it was last written to."""
+    """Lines that no store has yet. ``oldest_us``: the last write to the oldest segment of them."""
 
     segments: int = 0
     lines: int = 0
@@ -191,7 +191,7 @@ class SpoolBacklog:
 
 
 def measure_spool(spool: Path) -> SpoolBacklog:
-    """Return what waits in *spool*.
+    """Return the backlog of *spool*.
 
     Raises:
         SpoolError: The directory cannot be read.
@@ -200,7 +200,7 @@ def measure_spool(spool: Path) -> SpoolBacklog:
 
 
 def measure_segments(segments: Sequence[SpoolSegment]) -> SpoolBacklog:
-    """Return what waits in *segments*."""
+    """Return the backlog of *segments*."""
     lines = size = waiting = 0
     oldest_us: int | None = None
     for segment in segments:
@@ -242,7 +242,7 @@ def read_offset(segment: SpoolSegment, tag: str | None = None) -> int:
         offset, found_tag = segment.offset_path.read_text(encoding="ascii").split()
         return int(offset) if tag in (None, found_tag) and int(offset) > 0 else 0
     except (OSError, ValueError):
-        return 0  # nothing was sent, or it is not known: sending again does no harm
+        return 0  # nothing was sent, or it is unknown: sending again is harmless
 
 
 def write_offset(segment: SpoolSegment, offset: int, tag: str) -> None:

@@ -1,10 +1,9 @@
 """Send a spool to the store: in batches, exactly once in effect, within a deadline.
 
-Lines of many small segments share a batch. After the batch's commit, segments that are read to
-their end and have no living writer are deleted; of the others the offset is marked.
-
-Segments are marked or deleted only after the commit. Lines of a failed batch are sent again,
-and the store identifies each event by its number. One flusher works on a spool at a time.
+Lines of many small segments share a batch. After its commit, segments that were read to the end and
+have no live writer are deleted; of the others the offset is recorded. Lines of a failed batch are
+sent again, and the store identifies each event by its number. One flusher works on a spool at a
+time.
 """
 
 import contextlib
@@ -59,9 +58,9 @@ class FlushReport:
     Attributes:
         sent: New in the store.
         already_there: Sent before, and known by the store.
-        refused: Well-formed lines that the store cannot take; quarantined.
+        refused: Well-formed lines that the store does not accept; quarantined.
         corrupt: Damaged lines; quarantined.
-        remaining: Left in the spool for the next time.
+        remaining: Left in the spool for the next flush.
         note: Why something remains, or None.
         torn: Last lines cut short by a crash; skipped.
     """
@@ -80,7 +79,7 @@ _PendingLine = tuple[SpoolSegment, int, EventEnvelope]
 
 @dataclass(slots=True)
 class _Batch:
-    """What is read but not yet sent; its descriptors hold the locks of dead writers' segments."""
+    """Lines read but not yet sent; the descriptors hold the locks of dead writers' segments."""
 
     pending: list[_PendingLine] = field(default_factory=list)
     rejected: list[RejectedLine] = field(default_factory=list)
@@ -99,7 +98,7 @@ class _Batch:
 
 
 class SpoolSender:
-    """Sends segments to one open store until all are sent or the time is over."""
+    """Sends segments to one open store until all are sent or the deadline passes."""
 
     def __init__(
         self, spool: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
@@ -119,10 +118,10 @@ class SpoolSender:
         return (self._end_ns - self._clock.mono_ns()) / 1e9
 
     def send(self, segments: Sequence[SpoolSegment]) -> bool:
-        """Send *segments*; return False when the deadline came first.
+        """Send *segments*; return False if the deadline passed first.
 
         Raises:
-            StoreError: The store went away; what it has not committed stays.
+            StoreError: The store was lost; lines that it has not committed stay.
             SpoolError: Refused lines cannot be quarantined; their segments stay.
         """
         try:
@@ -180,17 +179,17 @@ class SpoolSender:
         return True
 
     def _deliver(self, pending: Sequence[_PendingLine], *, retry: bool = True) -> None:
-        """Ingest *pending*; refuse those that cannot be, however few they are among many.
+        """Ingest *pending*; refuse lines that cannot be ingested, however few among many.
 
-        What is refused is tried *retry* first: two writers that are the first to report
-        one thing at once can collide in an index that ``ON CONFLICT`` does not name.
+        With *retry* a failed batch is tried once more first: two writers that report the same new
+        entity at once can collide in an index that ``ON CONFLICT`` does not name.
         """
         if not pending:
             return
         try:
             self._ingest(pending)
         except SpoolLineError:
-            self._deliver([place for place in pending if self._is_valid(place)])
+            self._deliver([item for item in pending if self._is_valid(item)])
         except DBAPIError as exc:
             if retry:
                 self._deliver(pending, retry=False)
@@ -209,9 +208,9 @@ class SpoolSender:
         self.counts.sent += counts.new
         self.counts.already_there += counts.already_there
         clashing = set(map(id, counts.conflicting))
-        for place in pending:
-            if id(place[2]) in clashing:
-                self._reject(place, "its number or its id is that of another event")
+        for item in pending:
+            if id(item[2]) in clashing:
+                self._reject(item, "its number or its id is that of another event")
 
     def _is_valid(self, pending_line: _PendingLine) -> bool:
         try:
@@ -252,7 +251,7 @@ class SpoolSender:
             remove_segment(segment)
         for segment, offset in batch.marks.items():
             if segment not in batch.done:
-                # An offset that is not recorded only means that lines are sent again.
+                # Without the offset, lines are sent again, which is harmless.
                 with contextlib.suppress(OSError):
                     write_offset(segment, offset, self._tag)
 
@@ -271,7 +270,7 @@ def flush(
     clock: Clock,
     root: Path = Path("/"),
 ) -> FlushReport:
-    """Send what waits in *spool_dir* to the store; a store that cannot be used is a note.
+    """Send the events in *spool_dir* to the store; if it cannot be used, ``note`` says why.
 
     Raises:
         UsageError: The store's URL is malformed or its driver is not installed.
@@ -286,7 +285,7 @@ def flush(
         segments = _with_backlog(find_segments(spool_dir))
         report = FlushReport()
         if segments and not has_lock:
-            report.note = f"another flusher is at work on {spool_dir}"
+            report.note = f"another flusher is working on {spool_dir}"
         elif segments:
             left_s = max((end_ns - clock.mono_ns()) / 1e9, 0.1)
             try:
@@ -296,7 +295,7 @@ def flush(
                     )
                     report = sender.counts
                     if not sender.send(segments):
-                        report.note = f"the deadline of {deadline_s:g} s came first"
+                        report.note = f"the deadline of {deadline_s:g} s passed"
             except (StoreError, SpoolError) as exc:
                 report.note = str(exc)
         if report.note:
@@ -305,7 +304,7 @@ def flush(
 
 
 def _with_backlog(segments: Sequence[SpoolSegment]) -> list[SpoolSegment]:
-    """Return the *segments* with something to send; remove those that dead writers left empty."""
+    """Return the *segments* with lines to send; remove empty ones of dead writers."""
     unsent = []
     for segment in segments:
         if measure_segments([segment]).bytes:
@@ -321,7 +320,7 @@ def _with_backlog(segments: Sequence[SpoolSegment]) -> list[SpoolSegment]:
 
 @contextlib.contextmanager
 def _flush_lock(spool_dir: Path, wait_s: float) -> Iterator[bool]:
-    """Hold the spool's lock, waiting for it at most *wait_s*; yields whether it is held."""
+    """Acquire the spool's lock within *wait_s*; yields whether it is held."""
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(spool_dir / _LOCK, flags, 0o600)

@@ -1,8 +1,8 @@
-"""The writing end of a spool: events appended to local files, to be sent to a store later.
+"""Append events to local files, which are sent to a store later.
 
-A writer never waits for a database. It appends checksummed lines (`gpuops.store.spool.format`) to a
-segment of its own and syncs it at error severity, on rotation and on close, so that a machine
-that dies keeps its last events.
+A writer never waits for a database. It appends checksummed lines (`gpuops.store.spool.format`) to
+its own segment and syncs it at error severity, on rotation and on close, so that the last events
+survive a crash of the machine.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gpuops.store.spool.segments import drop_oldest, ensure_own_directory, spool
 
 SEGMENT_BYTES = 4 * 2**20
 SEGMENT_S = 60
-# One hook every ten seconds leaves so many in a day; above it a scan would slow the hooks.
+# One hook every ten seconds makes this many in a day; more would make scans slow down the hooks.
 SEGMENTS_MAX = 8192
 
 
@@ -63,16 +63,16 @@ class SpoolWriter:
         return self._source.origin
 
     def append(self, events: Sequence[Event]) -> None:
-        """Append *events*, and sync them to disk when one is an error.
+        """Append *events*, and sync them to disk if one is an error.
 
         Raises:
-            SpoolError: Nothing of *events* may be taken to be in the spool.
+            SpoolError: None of *events* may be assumed to be in the spool.
         """
         sync = any(event.severity >= Severity.ERROR for event in events)
         self.append_lines([self._source.encode(event) for event in events], sync=sync)
 
     def append_lines(self, lines: Sequence[bytes], *, sync: bool) -> None:
-        """Append lines that this writer's source encoded; *sync* them to disk before returning.
+        """Append lines of this writer's encoder; *sync* them to disk before returning.
 
         Raises:
             SpoolError: As for `append`.
@@ -83,13 +83,13 @@ class SpoolWriter:
             try:
                 self._open_segment().write(b"".join(lines), sync=sync)
             except OSError as exc:
-                # What may follow half a line goes to another file.
+                # Lines after a partial one go to another file.
                 with contextlib.suppress(SpoolError):
                     self._finish_segment()
                 raise spool_error(self._spool, exc.strerror or str(exc)) from exc
 
     def close(self) -> None:
-        """Sync what was written and mark it complete.
+        """Sync the segment and mark it complete.
 
         Raises:
             SpoolError: It could not be synced.
@@ -153,7 +153,7 @@ class _OpenSegment:
         self._entry_synced = False
 
     def _create(self, directory: Path, number: int) -> int:
-        # Locked under a hidden name first: a flusher that could lock it would take us for dead.
+        # Locked under a hidden name first: a flusher that gets the lock assumes a dead writer.
         hidden = directory / f".{number:08d}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -166,7 +166,7 @@ class _OpenSegment:
             _remove_if_empty(directory)
             raise
         try:
-            with contextlib.suppress(OSError):  # a file system without locks: see writer_lives
+            with contextlib.suppress(OSError):  # a file system without locks: see has_live_writer
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             hidden.rename(self._open_path)
         except OSError:
@@ -182,7 +182,7 @@ class _OpenSegment:
             if sync:
                 self._sync()
         except OSError:
-            # Half a line in the middle would spoil the next one as well.
+            # A partial line in the middle would corrupt the next one as well.
             os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
@@ -190,7 +190,7 @@ class _OpenSegment:
     def finish(self) -> None:
         try:
             self._sync()
-            # A flusher may have sent and removed it where locks do not work.
+            # Without working locks a flusher may have sent and removed it.
             with contextlib.suppress(FileNotFoundError):
                 if self.size:
                     self._open_path.rename(self._ready_path)
@@ -209,7 +209,7 @@ class _OpenSegment:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove *directory* where nothing is in it: on a full disk each run would leave one more."""
+    """Remove *directory* if it is empty: on a full disk each run would leave one more."""
     with contextlib.suppress(OSError):
         directory.rmdir()
 

@@ -44,7 +44,7 @@ def test_a_new_machine_has_no_store_and_that_is_fine(tmp_path):
     done = gpuops("db", "status", tmp_path=tmp_path)
 
     assert done.returncode == EXIT_OK
-    assert "made on first use" in done.stdout
+    assert "created on first use" in done.stdout
     assert "nothing waits" in done.stdout
 
 

@@ -409,4 +409,4 @@ def test_while_one_flushes_no_other_does(spool, url):
 
     assert (report.sent, report.note) == (len(LINES), None)
     assert others
-    assert {other.note for other in others} == {f"another flusher is at work on {spool}"}
+    assert {other.note for other in others} == {f"another flusher is working on {spool}"}

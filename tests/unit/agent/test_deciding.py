@@ -63,7 +63,7 @@ def test_a_site_that_cannot_be_asked_leaves_our_decision_and_that_is_said(caplog
 
     made, note = answered(lambda: asks([REPORT], CLUSTER, (), 7.0))
 
-    assert "there.is.no:module was not taken" in caplog.text
+    assert "there.is.no:module was ignored" in caplog.text
     assert made == decide([REPORT], CLUSTER, (), 7.0)
     assert "there.is.no:module" in note
 

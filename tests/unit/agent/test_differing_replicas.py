@@ -65,8 +65,8 @@ def test_the_incident_names_rank_node_tensor_and_step_and_which_checkpoints_are_
     assert (incident["side"], incident["confidence"]) == ("ambiguous", "probable")
     assert (incident["state"], incident["actions"]) == ("open", [])
     words = (
-        "checkpoints from step 12 on have it: the copies of rank 1 are suspect; that of step 11 "
-        "was equal on all of them"
+        "checkpoints from step 12 on are affected: the copies of rank 1 are suspect; "
+        "that of step 11 was equal on all of them"
     )
     assert [e["text"] for e in incident["evidence"]] == [TOLD["why"], words]
     (said,) = desk.said

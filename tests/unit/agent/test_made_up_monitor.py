@@ -165,7 +165,7 @@ def test_a_suspicion_that_ends_nothing_is_for_the_next_restart(node, other):
 
     record = node.agent.control.record
     assert record.decision.cause.node == "n1"
-    assert record.excluded == {"n2": "doubted: the link to n2 has 50 errors"}
+    assert record.excluded == {"n2": "suspected: the link to n2 has 50 errors"}
     incidents = node.agent.payloads("incident.recorded")
     assert any("n2 is suspected: the link to n2" in each["title"] for each in incidents)
 

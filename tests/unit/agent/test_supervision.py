@@ -203,9 +203,9 @@ def test_a_doubt_ends_nothing_and_the_restart_that_comes_anyway_does_without_the
     assert seen == [(RunPhase.RUN, {"n1": "sums: its sums differ"})]
     record = agent.control.record
     assert (record.phase, record.generation) == (RunPhase.RENDEZVOUS, 1)
-    assert record.excluded == {"n1": "doubted: sums: its sums differ"}
+    assert record.excluded == {"n1": "suspected: sums: its sums differ"}
     assert record.decision.rule == "restart"
-    assert record.decision.reason.endswith("; restart, and without n1, which was doubted")
+    assert record.decision.reason.endswith("; restart, and without the suspected n1")
     agent.session.journal.excluded(record.excluded["n1"], agent.clock.now_us())
     found = agent.told("node.doubted", "decision.made", "incident.recorded")
     (told,) = found["node.doubted"]

@@ -124,8 +124,8 @@ def test_what_makes_no_sense_is_usage(name, wanted, why, root):
         ("cut-link", {"peers": ("10.0.0.1",)}, "CAP_NET_ADMIN"),
         ("slow-link", {"interface": "ib0", "rate_mbit": 1.0}, "CAP_NET_ADMIN"),
         ("fill-disk", {"directory": "/", "size_bytes": 2**60}, "fewer than --size"),
-        ("fill-disk", {"directory": "/no/such", "size_bytes": 1}, "cannot look at /no/such"),
-        ("memory-hog", {"leave_bytes": 1000}, "the kernel kills what it likes"),
+        ("fill-disk", {"directory": "/no/such", "size_bytes": 1}, "cannot read /no/such"),
+        ("memory-hog", {"leave_bytes": 1000}, "the kernel may kill any process"),
     ],
     ids=str,
 )

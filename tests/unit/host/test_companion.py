@@ -10,8 +10,8 @@ from gpuops.host.process.sidecar import start_sidecar
 
 ANSWERS = """
 import sys
-from gpuops.host.process.sidecar import say_and_let_go
-say_and_let_go("ready " + sys.stdin.read())
+from gpuops.host.process.sidecar import report_and_detach
+report_and_detach("ready " + sys.stdin.read())
 sys.exit(sys.stdin.read() != "")
 """
 

@@ -209,7 +209,7 @@ def test_symptoms_alone_name_who_was_behind():
 
     assert root.causal_rank is CausalRank.SYMPTOM
     assert root.nodes == ()
-    assert "rank 1 on n2 had come to step 56" in root.report.how
+    assert "rank 1 on n2 had reached only step 56" in root.report.how
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,7 @@ def test_too_few_nodes_are_a_requeue():
     decision = last([lost("n2"), stopped("n1")], on=on)
 
     assert (decision.action, decision.rule, decision.exit_code) == (REQUEUE, "nodes.exhausted", 85)
-    assert "1 nodes are left, at least 2" in decision.reason
+    assert "1 nodes remain, at least 2" in decision.reason
 
 
 def test_a_spare_fills_the_hole():

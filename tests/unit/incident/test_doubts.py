@@ -59,10 +59,10 @@ def test_a_restart_does_without_doubted_nodes_that_can_be_spared(doubted, on, le
     assert (decision.action, decision.rule) == (RunAction.RESTART, "restart")
     assert sorted(decision.exclude) == left_out
     for node in left_out:
-        assert decision.exclude[node] == f"doubted: detector sums: {node} is slow"
+        assert decision.exclude[node] == f"suspected: detector sums: {node} is slow"
     names = ", ".join(left_out)
     assert decision.reason.endswith(
-        f"; restart, and without {names}, which was doubted" if left_out else "; restart"
+        f"; restart, and without the suspected {names}" if left_out else "; restart"
     )
     assert decision.failure.is_counted
     assert decision.failure.nodes == ("n1",)
@@ -82,7 +82,7 @@ def test_a_doubt_is_never_why_a_run_ends_or_what_a_restart_counts_for():
     on = doubting("n2", on=wide(2))
     taken = report("n1", ReportKind.START_FAILED, is_infrastructure=True, ends=())
 
-    assert decide([taken], on, (), 100.0).exclude == {"n2": "doubted: detector sums: n2 is slow"}
+    assert decide([taken], on, (), 100.0).exclude == {"n2": "suspected: detector sums: n2 is slow"}
     assert not decide([taken], on, (), 100.0).failure.is_counted
     spent = decide([report("n1")], doubting("n2", on=wide(2, restarts_max=0)), (), 100.0)
     assert (spent.action, spent.exclude) == (RunAction.FAIL, {})

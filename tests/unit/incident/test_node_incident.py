@@ -117,7 +117,7 @@ def test_the_evidence_holds_the_value_and_what_it_was_held_against():
     (found,) = update_incidents(ran(failing), {}, about(job_id=None, trigger="manual")).changed
 
     assert found.evidence[0].text == (
-        "gpu_xid: Xid 79: 7.0 GPUs, wanted = 8 (profile), in a manual check"
+        "gpu_xid: Xid 79: 7.0 GPUs, expected = 8 (profile), in a manual check"
     )
     assert found.evidence[0].entity == GPU
 

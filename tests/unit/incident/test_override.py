@@ -101,7 +101,7 @@ def test_what_it_prints_is_not_its_answer(tmp_path):
         ("return object()", "not JSON serializable"),
         ("return {'verdict': 'shrug'}", "shrug"),
         ("return {'verdikt': 'stop'}", "unknown keys: verdikt"),
-        ("return {'exclude': {'n9': 'x'}}", "not there: n9"),
+        ("return {'exclude': {'n9': 'x'}}", "unknown nodes: n9"),
         ("return {'exclude': ['n1']}", "reasons by node"),
         ("return {'exclude': {'n1': 'x', 'n2': 'x', 'n3': 'x'}}", "fewer nodes"),
         ("return {'backoff_s': 1e9}", "back-off"),

@@ -54,8 +54,8 @@ def test_a_decision_says_who_said_what_in_which_order_and_what_followed():
     assert "decided restart after 2.00 s, at 22:14:00 by the agent on n3" in flat
     assert "because a worker failed and the budget is not spent (rule worker-failed)" in flat
     assert (
-        "1. n2 said workers failed (host_mem.sigkill_probable, at step 57): rank 1 was ended by"
-        " SIGKILL; it speaks against the node 2. n1 said stopped"
+        "1. n2 reported workers failed (host_mem.sigkill_probable, at step 57): rank 1 was ended by"
+        " SIGKILL; it blames the node 2. n1 reported stopped"
     ) in flat
     assert "left out n2: Xid 79 on n2" in flat
     assert "3 members, 3 alive; gone: n2; spare: s1" in flat
@@ -64,13 +64,13 @@ def test_a_decision_says_who_said_what_in_which_order_and_what_followed():
 
 
 def test_who_was_doubted_and_stayed_is_told_with_the_reason():
-    made = decision(exclude={"n3": "doubted: sums: slow"})
+    made = decision(exclude={"n3": "suspected: sums: slow"})
     doubted = {"n3": "sums: slow", "n1": "sums: slow too", "n2": "sums: gone anyway"}
     around = replace(cluster("n1", "n2", "n3"), live=("n1", "n3"), suspected=doubted)
     body = decision_made(made, [], around, [], None)
     text = " ".join("\n".join(decision_block(replace(row_of(made), body=body))).split())
 
-    assert "left out n3: doubted: sums: slow doubted n1: sums: slow too; it cannot be" in text
+    assert "excluded n3: suspected: sums: slow suspect n1: sums: slow too; it cannot be" in text
     assert "gone anyway" not in text
     stopped_for_good = replace(row_of(made), body=body, verdict="stop")
     assert "cannot be spared" not in " ".join(decision_block(stopped_for_good))
@@ -86,7 +86,9 @@ def test_a_stop_for_good_names_both_logs():
     assert log_paths(row) == ["/logs/1/rank0.log", "/logs/0/rank1.log"]
     lines = decision_block(row)
     assert (
-        lines[0].split(None, 1)[1].startswith("stop for good: it would fail again (exit code 93)")
+        lines[0]
+        .split(None, 1)[1]
+        .startswith("stop, do not requeue: it would fail again (exit code 93)")
     )
     assert [line.split()[-1] for line in lines[-2:]] == log_paths(row)
 
@@ -105,7 +107,7 @@ def test_many_reports_are_counted_and_the_first_are_shown():
     reports = [report(f"n{n}", arrival=n) for n in range(100)]
     lines = decision_block(row_of(decision(reports[0]), reports))
 
-    assert sum("said workers failed" in line for line in lines) == 16
+    assert sum("reported workers failed" in line for line in lines) == 16
     assert any(line.endswith("17. and 84 more") for line in lines)
 
 
@@ -149,7 +151,7 @@ def test_the_report_shows_nodes_of_attempts_and_who_was_left_out():
 
     assert "n[1-3]" in text
     assert "n[1,3]" in text
-    assert "left out   n2 since 22:14:01, after attempt 0: Xid 79" in text
+    assert "excluded   n2 since 22:14:01, after attempt 0: Xid 79" in text
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def test_a_run_whose_agent_is_gone_is_not_said_to_be_running(call, tmp_path, mon
     code, out, _ = call("report")
 
     assert code == 0
-    assert out.startswith("run demo (abcd1234): the agent is gone (killed?), last heard of at")
+    assert out.startswith("run demo (abcd1234): the agent is gone (killed?), last event at")
     assert json.loads(call("report", "--json")[1])["run"]["agent"] == "gone"
 
 

@@ -98,7 +98,7 @@ def test_where_the_job_went_on_is_no_evidence_and_never_left_out():
     incident = replace(incident_of(raised(0)), evidence=(*seen, went_on))
     text = "\n".join(incident_block(incident))
 
-    assert f"  went on    {words}" in text
+    assert f"  recovery   {words}" in text
     assert "recovery:" not in text
     assert Incident.from_json(incident.to_json()) == incident
 
@@ -139,7 +139,7 @@ def test_ranks_that_differ_are_advice_until_they_are_equal_again(more, to_check)
 
     assert said.startswith("rank 1 differs from ranks 0, 2 in w at step 12, and no later")
     assert to_check in said
-    assert "a checkpoint of before" in said
+    assert "an earlier checkpoint" in said
     over = close(incident, at_us=us(30), lost_s={}, resolution="ranks 0-2 are equal again")
     assert "nothing to change" in advice(break_down_run(run, rows[1:], [over]))[0]
 
@@ -198,7 +198,7 @@ def test_a_run_that_never_started_an_attempt_has_a_report():
 
     assert "none on record" in text
     assert "blame      not known: no incident on record" in text
-    assert "cost       what the failure cost is not known; ETTR 0.00" in text
+    assert "cost       the cost of the failure is not known; ETTR 0.00" in text
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_run_that_never_started_an_attempt_has_a_report():
     [
         (
             AgentLiveness.GONE,
-            "the agent is gone (killed?), last heard of at 2023-11-14 22:14:00 UTC",
+            "the agent is gone (killed?), last event at 2023-11-14 22:14:00 UTC",
         ),
         (AgentLiveness.RUNNING, "still running; last event at 2023-11-14 22:14:00 UTC"),
         (AgentLiveness.UNKNOWN, "no end on record; last event at 2023-11-14 22:14:00 UTC"),

@@ -125,9 +125,9 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert "4-7" in text
     assert "silent for 8.00 s" in text
     assert "spare       n3" in text
-    assert "left out    n9: Xid 79" in text
+    assert "excluded    n9: Xid 79" in text
     assert view.suspected == {"n2": "sums: slow"}, "who is left out is beyond doubt"
-    assert "doubted     n2: sums: slow; a restart does without it, if it can be spared" in text
+    assert "suspect     n2: sums: slow; a restart excludes it, if it can be spared" in text
     assert "decided     restart (worker-failed): a worker failed" in text
 
 
@@ -176,7 +176,7 @@ def test_a_spare_whose_agent_does_not_beat_is_none(later, spares):
     )
 
     assert view.spares == spares
-    assert ("not in the run, and sends no heartbeat: n3" in shown(view)) == (not spares)
+    assert ("not in the run, without heartbeats: n3" in shown(view)) == (not spares)
 
 
 def test_while_seats_are_given_out_the_last_ones_are_shown():
@@ -363,7 +363,7 @@ def test_a_keeper_that_is_gone_is_said():
     board = a_board(FakeClock())
     beats_of(board, n1=kept(), n2=CheckpointState(is_alive=False))
 
-    assert "nothing is saved until another one has begun" in shown(read_control_store(board))
+    assert "nothing is saved until another one has started" in shown(read_control_store(board))
 
 
 def test_a_run_whose_script_saves_nothing_has_no_line_of_it():

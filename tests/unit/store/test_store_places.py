@@ -33,7 +33,7 @@ def test_an_upgrade_makes_no_directory_for_a_store_that_was_named(call, tmp_path
     code, _, err = call("db", "upgrade", "--store", f"sqlite:///{tmp_path}/typo/gpuops.db")
 
     assert code == 75
-    assert f"the directory {tmp_path}/typo is not there" in err
+    assert f"the directory {tmp_path}/typo does not exist" in err
     assert not (tmp_path / "typo").exists()
 
 
@@ -50,7 +50,7 @@ def test_the_default_store_is_given_its_directory(tmp_path):
         ("{}", "it is a directory"),
         pytest.param(
             "{}/closed/gpuops.db",
-            "no file can be made in {}/closed",
+            "this user may not create a file in {}/closed",
             marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere"),
         ),
     ],
@@ -70,5 +70,5 @@ def test_status_makes_nothing_where_a_store_can_be(call, tmp_path):
     code, out, _ = call("db", "status", "--store", f"sqlite:///{tmp_path}/new/gpuops.db")
 
     assert code == 0
-    assert "made on first use" in out
+    assert "created on first use" in out
     assert not (tmp_path / "new").exists()

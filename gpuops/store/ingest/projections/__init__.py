@@ -1,1 +1,1 @@
-"""What an event adds to the derived tables: pure functions from one envelope to rows."""
+"""Projections of events to derived tables: pure functions from one envelope to rows."""

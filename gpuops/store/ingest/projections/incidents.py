@@ -1,12 +1,11 @@
-"""Incidents from their snapshots: the best account's newest one stands, all are kept.
+"""Incidents from their snapshots: the one with the highest account key is current, all are kept.
 
-Accounts are ordered by authority, then revision, then event id (`gpuops.model.Incident`); root's
-account of an incident outweighs any user's. An incident of a node that root reports is a strike
-against what it blames.
+Snapshots are ordered by authority, then revision, then event id (`gpuops.model.Incident`); those of
+root are above those of users. An incident of a node that root reports is a strike against its
+culprit.
 
-gpuops' own failures as incidents: one for each node, part that failed and day (UTC).
-
-They are gpuops' own fault and over when they are reported: gpuops continues without that part.
+gpuops' own failures are incidents as well: one for each node, failed part and day (UTC), closed
+when they are reported, because gpuops continues without that part.
 """
 
 import hashlib
@@ -54,9 +53,9 @@ STRIKES = MergeRule(
     key=("incident_id", "entity_kind", "entity_id"),
     best={"account_key": ("node_id", "t_us", "failure_class", "weight")},
 )
-# How much an incident weighs; one without a known cause is no strike.
+# The weight of an incident as a strike; one without a known cause is none.
 _WEIGHTS = {Confidence.CONFIRMED: 1.0, Confidence.PROBABLE: 0.5}
-# A configuration mistake, a job's left-over or a fault of all nodes is no evidence on a part.
+# A configuration error, a job's left-over or a fault of all nodes is no evidence against a part.
 _NO_STRIKE = frozenset(
     {
         FailureClass.GPU_CONFIG,
@@ -69,7 +68,7 @@ _NO_STRIKE = frozenset(
         FailureClass.TOOL,
     }
 )
-# What keeps its name when it moves to another node; the rest counts against its node.
+# Parts that keep their id when they move to another node; the rest counts against its node.
 _MOVABLE = (EntityKind.GPU, EntityKind.NIC)
 
 INCIDENT_ATTEMPTS = MergeRule(
@@ -92,7 +91,7 @@ ACTIONS = MergeRule(
 
 
 def incident_recorded(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the incident, this revision of it, and what hangs on it."""
+    """Return the incident, this revision of it, and its dependent rows."""
     incident = _parse_incident(envelope)
     body = incident.to_json()
     rank = account_key(
@@ -134,7 +133,7 @@ def _parse_incident(envelope: EventEnvelope) -> Incident:
 
 
 def account_key(envelope: EventEnvelope, rank: str) -> str:
-    """Return the order of one account: any of root's is above those of users and of old."""
+    """Return the order key of one snapshot: those of root are above those of users."""
     return f"root/{rank}" if envelope.is_from_root else rank
 
 
@@ -269,8 +268,7 @@ def _action_rows(incident: Incident, envelope: EventEnvelope) -> Iterator[Row]:
             "node_id": envelope.node_id,
             "kind": kind.value,
             "requested_us": envelope.event.t_us,
-            # Of a node the gate only says what its runbook asks for; what was done is in
-            # node_states.
+            # For a node these are the actions of its runbook; the actual ones are in node_states.
             "actor": "policy" if incident.run_id else "runbook",
             "dry_run": incident.run_id is None,
             "idem_key": idem_key,
@@ -284,11 +282,11 @@ _LINE_CHARS_MAX = 400
 
 
 def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the incident that a ``tool.failed`` belongs to, as its earliest event reports it."""
+    """Return the incident of a ``tool.failed``, as its earliest event reports it."""
     event, payload = envelope.event, envelope.event.payload
-    # Whatever an own failure looks like, refusing it would hide it.
+    # A malformed event is not refused: that would hide the failure.
     what = str(payload.get("what") or "gpuops")[:SHORT_TEXT_MAX]
-    error = str(payload.get("error") or "no error was told")[:_LINE_CHARS_MAX]
+    error = str(payload.get("error") or "no error was reported")[:_LINE_CHARS_MAX]
     trace = str(payload.get("traceback") or "").splitlines()[-_LINES_MAX:]
     where = f"on {event.node}" + (f" in run {event.run_id}" if event.run_id else "")
     incident = Incident(
@@ -308,7 +306,7 @@ def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
             ),
         ),
         resolved_us=event.t_us,
-        resolution="gpuops went on without it; no node and no job is blamed for it",
+        resolution="gpuops continued without it; no node and no job is blamed for it",
     )
     key = account_key(envelope, envelope.earliest_key)
     return [(INCIDENTS, incident_row(incident, incident.to_json(), envelope.cluster_id, key))]

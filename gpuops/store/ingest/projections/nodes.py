@@ -53,7 +53,7 @@ ATTEMPTS = MergeRule(
 
 
 def common_rows(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the rows that every event implies, so that no order of arrival leaves a gap."""
+    """Return the rows that every event implies, so that its references exist in any order."""
     event = envelope.event
     rows: list[ProjectedRow] = [
         (CLUSTERS, {"id": envelope.cluster_id, "name": envelope.cluster}),
@@ -81,7 +81,7 @@ def common_rows(envelope: EventEnvelope) -> list[ProjectedRow]:
 
 
 def attempt_stub(run_id: str, ordinal: int) -> dict[str, object]:
-    """Return the least that is known of an attempt."""
+    """Return the columns that every attempt has."""
     return {"id": attempt_id(run_id, ordinal), "run_id": run_id, "ordinal": ordinal}
 
 
@@ -159,7 +159,7 @@ _COMPONENTS = ("gpu", "nic")
 
 
 def check_ran(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the run of a suite and what it found."""
+    """Return the run of a suite and its findings."""
     fields, event = envelope.payload_reader(), envelope.event
     run = {
         "id": event.id,
@@ -191,7 +191,7 @@ def _boot(envelope: EventEnvelope, fields: PayloadReader) -> Iterator[ProjectedR
         "node_id": envelope.node_id,
         "boot_id": envelope.line.boot_id,
         "boot_us": fields.integer("boot_us"),
-        # Below every key of a node.seen, which holds more; of check runs the first one's counts.
+        # Below every key of a node.seen, which has more data; among check runs the first counts.
         "seen_key": f"-{envelope.earliest_key}",
     }
     if envelope.is_from_root and boot["boot_us"] is not None:

@@ -1,4 +1,4 @@
-"""Which function reads which kind of event. A kind that is not here is kept as an event only."""
+"""Which function projects which kind of event. Other kinds are stored as events only."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,7 @@ PROJECTIONS: dict[str, Callable[[EventEnvelope], list[ProjectedRow]]] = {
     REPAIRED: node_repaired,
 }
 
-# Parents before children; every writer writes tables in this order, so none waits in a circle.
+# Parents before children; every writer uses this order, so that they cannot deadlock.
 TABLE_ORDER: tuple[MergeRule, ...] = (
     CLUSTERS,
     NODES,
@@ -98,10 +98,10 @@ TABLE_ORDER: tuple[MergeRule, ...] = (
 
 
 def project_event(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the rows of the derived tables that *envelope* adds to.
+    """Return the rows of *envelope* in the derived tables.
 
     Raises:
-        SpoolLineError: The payload is not one of its kind.
+        SpoolLineError: The payload is invalid for its kind.
     """
     projection = PROJECTIONS.get(envelope.event.kind)
     return [*common_rows(envelope), *(projection(envelope) if projection else ())]

@@ -1,7 +1,7 @@
-"""Runs, their attempts, what each minute showed, and what was decided.
+"""Runs, their attempts, progress by minute, and decisions.
 
-Every agent of a run reports the same attempt: it began when the first of them began, ended
-when the last of them ended, and failed if it failed anywhere.
+Every agent of a run reports the same attempt: it began when the first of them began, ended when the
+last of them ended, and failed if it failed on any node.
 """
 
 import math
@@ -24,7 +24,7 @@ PROGRESS = MergeRule(
     key=("attempt_id", "minute_us"),
     greatest=("step_last", "beats", "step_time_p50_us", "step_time_max_us"),
 )
-# A failure anywhere outweighs a cancellation, which outweighs an agent that saw its part complete.
+# A failure on any node outranks a cancellation, which outranks a node whose part completed.
 _OUTCOME_WEIGHT = {"completed": 1, "cancelled": 2, "failed": 3}
 
 
@@ -104,7 +104,7 @@ def attempt_caught_up(envelope: EventEnvelope) -> list[ProjectedRow]:
 
 
 def attempt_progress(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return one minute of the attempt: of several agents' figures the greatest counts."""
+    """Return one minute of the attempt: of several agents' values the greatest counts."""
     fields = envelope.payload_reader()
     run_id, ordinal = _run_and_attempt(envelope)
     minute = {
@@ -178,7 +178,7 @@ def _group_rank_or_last(group_rank: int | None) -> int:
     return 10**10 - 1 if group_rank is None else min(max(group_rank, 0), 10**10 - 1)
 
 
-# Two deciders of one failure would both be on record: each event is one.
+# One row for each event, also if two agents decided about the same failure.
 DECISIONS = MergeRule(table=schema.decisions, key=("id",))
 EXCLUSIONS = MergeRule(
     table=schema.exclusions,

@@ -18,10 +18,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from gpuops.checkpoint.agreement.replicated import format_spans, to_spans
-from gpuops.checkpoint.types import EPOCH_MAX, STEP_MAX, WORLD_MAX, StateId
+from gpuops.checkpoint.types import WORLD_MAX, StateId
+from gpuops.wire.messages import Limit, Message, MessageFormatError, Using, read
 
 N_STRIPES = 16
 RANK_DIGEST_BYTES = 16 + 3 * 8 + N_STRIPES
@@ -228,9 +229,7 @@ def format_tensors(tensors: Sequence[str], n_tensors: int) -> str:
 
 RANK_DIGESTS_MAX = 8  # of one node, in one heartbeat: about 100 bytes each
 RANKS_MAX = 64
-_KEY_CHARS_MAX = 16
-_NODE_CHARS_MAX = 255
-_TENSORS_MAX = 10**8
+_SPANS: Any = Annotated[tuple[Annotated[int, Limit(WORLD_MAX)], ...], Limit(2 * RANKS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +251,62 @@ class ReplicaReport:
         return min(self.difference.verdict.suspects or self.difference.ranks, default=0)
 
 
+def _ranks_from_spans(data: object) -> tuple[int, ...]:
+    spans = read(_SPANS, data)
+    if len(spans) % 2:
+        raise ValueError("a span without an end")
+    pairs = zip(spans[::2], spans[1::2], strict=True)
+    return tuple(sorted({rank for begin, end in pairs for rank in range(begin, end)}))
+
+
+def _encode_digest(rank_digest: RankDigest) -> str:
+    return b64encode(rank_digest.to_bytes()).decode()
+
+
+def _decode_digest(text: str) -> RankDigest:
+    return RankDigest.from_bytes(b64decode(text, validate=True))
+
+
+_Key = Annotated[str, Limit(16, low=1)]
+_Count = Annotated[int, Limit(10**8)]
+_Ranks = Annotated[
+    tuple[int, ...], Using(lambda ranks: to_spans(ranks[:RANKS_MAX]), _ranks_from_spans)
+]
+_Row = tuple[
+    int,
+    int,
+    _Key,
+    _Count,
+    _Count,
+    _Ranks,
+    Annotated[RankDigest, Using(_encode_digest, _decode_digest)],
+]
+_ROWS: Any = Annotated[tuple[_Row, ...], Limit(RANK_DIGESTS_MAX)]
+_LAST_EQUAL: Any = Annotated[Mapping[_Key, StateId], Limit(NAMED_MAX)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReportMessage(Message):
+    key: _Key
+    state: StateId
+    alike: StateId | None
+    ranks: _Ranks
+    suspects: _Ranks
+    outcome: ReplicaOutcome
+    number: _Count | None
+    nodes: Annotated[tuple[Annotated[str, Limit(255, low=1)], ...], Limit(NAMED_MAX)] = ()
+
+
 def group_digests_to_json(group_digests: Sequence[GroupDigest]) -> list[list[Any]]:
     """Return *group_digests* as JSON; those beyond the limit are left out."""
     found: list[list[Any]] = []
-    for group_digest in group_digests:
+    for group in group_digests:
         ranks_by_digest: dict[RankDigest, list[int]] = {}
-        for rank, rank_digest in sorted(group_digest.rank_digests.items()):
+        for rank, rank_digest in sorted(group.rank_digests.items()):
             ranks_by_digest.setdefault(rank_digest, []).append(rank)
-        state = [group_digest.state.epoch, group_digest.state.step]
+        head = [group.state.epoch, group.state.step, group.key, group.n_ranks, group.n_tensors]
         rows = [
-            [
-                *state,
-                group_digest.key,
-                group_digest.n_ranks,
-                group_digest.n_tensors,
-                to_spans(ranks),
-                _encode_digest(rank_digest),
-            ]
+            [*head, to_spans(ranks), _encode_digest(rank_digest)]
             for rank_digest, ranks in ranks_by_digest.items()
         ]
         if len(found) + len(rows) <= RANK_DIGESTS_MAX:
@@ -278,20 +316,12 @@ def group_digests_to_json(group_digests: Sequence[GroupDigest]) -> list[list[Any
 
 def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
     """Return the group digests in *data*, () where it is invalid."""
-    if not isinstance(data, list) or len(data) > RANK_DIGESTS_MAX:
-        return ()
     found: dict[tuple[StateId, str, int, int], dict[int, RankDigest]] = {}
     try:
-        for epoch, step, key, n_ranks, n_tensors, spans, text in data:
-            name = (
-                _state([epoch, step]),
-                _key(key),
-                _bounded_int(n_ranks),
-                _bounded_int(n_tensors),
-            )
-            rank_digest = RankDigest.from_bytes(b64decode(text, validate=True))
-            found.setdefault(name, {}).update(dict.fromkeys(_numbers(spans), rank_digest))
-    except (TypeError, ValueError):
+        for epoch, step, key, n_ranks, n_tensors, ranks, rank_digest in read(_ROWS, data):
+            name = (StateId(epoch, step), key, n_ranks, n_tensors)
+            found.setdefault(name, {}).update(dict.fromkeys(ranks, rank_digest))
+    except ValueError:
         return ()
     return tuple(
         GroupDigest(
@@ -304,37 +334,29 @@ def group_digests_from_json(data: object) -> tuple[GroupDigest, ...]:
 def replica_report_to_json(report: ReplicaReport) -> dict[str, Any]:
     """Return *report* as JSON; of very many ranks only the first are included."""
     found = report.difference
-    return {
-        "key": report.key,
-        "state": [found.state.epoch, found.state.step],
-        "alike": None
-        if found.last_equal is None
-        else [found.last_equal.epoch, found.last_equal.step],
-        "ranks": to_spans(found.ranks[:RANKS_MAX]),
-        "suspects": to_spans(found.verdict.suspects[:RANKS_MAX]),
-        "outcome": found.verdict.outcome.value,
-        "number": report.number,
-        **({"nodes": list(report.nodes)} if report.nodes else {}),
-    }
+    return _ReportMessage(
+        key=report.key,
+        state=found.state,
+        alike=found.last_equal,
+        ranks=found.ranks,
+        suspects=found.verdict.suspects,
+        outcome=found.verdict.outcome,
+        number=report.number,
+        nodes=report.nodes,
+    ).to_json()
 
 
 def replica_report_from_json(data: object) -> ReplicaReport | None:
     """Return the report in *data*, None where it is invalid."""
-    if not isinstance(data, Mapping):
-        return None
-    last_equal, number = data.get("alike"), data.get("number")
     try:
-        outcome = ReplicaOutcome(str(data.get("outcome")))
-        found = ReplicaDifference(
-            state=_state(data.get("state")),
-            ranks=_numbers(data.get("ranks")),
-            verdict=ReplicaVerdict(outcome, _numbers(data.get("suspects"))),
-            last_equal=None if last_equal is None else _state(last_equal),
-        )
-        number = None if number is None else _bounded_int(number)
-        return ReplicaReport(_key(data.get("key")), found, number, _nodes(data.get("nodes", [])))
-    except (TypeError, ValueError):
+        found = _ReportMessage.from_json(data)
+    except MessageFormatError:
         return None
+    verdict = ReplicaVerdict(found.outcome, found.suspects)
+    difference = ReplicaDifference(
+        state=found.state, ranks=found.ranks, verdict=verdict, last_equal=found.alike
+    )
+    return ReplicaReport(found.key, difference, found.number, found.nodes)
 
 
 def replica_reports_to_json(reports: Sequence[ReplicaReport]) -> list[dict[str, Any]]:
@@ -355,49 +377,7 @@ def last_equal_to_json(last_equal: Mapping[str, StateId]) -> dict[str, list[int]
 
 def last_equal_from_json(data: object) -> dict[str, StateId]:
     """Return the states by key in *data*, {} where it is invalid."""
-    if not isinstance(data, Mapping) or len(data) > NAMED_MAX:
-        return {}
     try:
-        return {_key(key): _state(state) for key, state in data.items()}
-    except ValueError:
+        return dict(read(_LAST_EQUAL, data))
+    except MessageFormatError:
         return {}
-
-
-def _encode_digest(rank_digest: RankDigest) -> str:
-    return b64encode(rank_digest.to_bytes()).decode()
-
-
-def _bounded_int(value: object, value_max: int = _TENSORS_MAX) -> int:
-    if type(value) is not int or not 0 <= value <= value_max:
-        raise ValueError(f"{str(value)[:40]!r} is not a number from 0 to {value_max}")
-    return value
-
-
-def _key(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= _KEY_CHARS_MAX:
-        raise ValueError("invalid key")
-    return value
-
-
-def _nodes(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > NAMED_MAX:
-        raise ValueError("invalid nodes")
-    if not all(isinstance(name, str) and 0 < len(name) <= _NODE_CHARS_MAX for name in value):
-        raise ValueError("invalid node names")
-    return tuple(value)
-
-
-def _state(value: object) -> StateId:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("invalid state")
-    return StateId(_bounded_int(value[0], EPOCH_MAX), _bounded_int(value[1], STEP_MAX))
-
-
-def _numbers(spans: object) -> tuple[int, ...]:
-    """Return the ranks of *spans*, ascending."""
-    if not isinstance(spans, list) or len(spans) % 2 or len(spans) > 2 * RANKS_MAX:
-        raise ValueError("invalid spans")
-    found: list[int] = []
-    for begin, end in zip(spans[::2], spans[1::2], strict=True):
-        found += range(_bounded_int(begin, WORLD_MAX), _bounded_int(end, WORLD_MAX))
-    return tuple(sorted(set(found)))

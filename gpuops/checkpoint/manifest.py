@@ -6,13 +6,12 @@ so that counting commas and brackets bounds the memory that parsing a hostile fi
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Annotated, Any
 
 from blake3 import blake3
 
@@ -28,6 +27,7 @@ from gpuops.checkpoint.types import (
     Shard,
     StateId,
 )
+from gpuops.wire.messages import Limit, MessageFormatError, read
 
 MANIFEST = "manifest.json"
 SCHEMA = "gpuops.checkpoint/1"
@@ -47,6 +47,26 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _COMMAS_MAX = 6 * WORLD_MAX + 1000
 _OBJECTS_MAX = WORLD_MAX + 100
 _BRACKETS_MAX = 2 * TEXT_MAX  # only in names
+_Text = Annotated[str, Limit(TEXT_MAX)]
+_Hex = Annotated[str, Limit(64)]
+_ENTRY = {
+    "nbytes": Annotated[int, Limit(IMAGE_BYTES_MAX)],
+    "layout": _Hex,
+    "root": _Hex,
+    "table": Annotated[bytes, Limit(MANIFEST_BYTES_MAX)],
+}
+_STATE = {"epoch": Annotated[int, Limit(EPOCH_MAX)], "step": Annotated[int, Limit(STEP_MAX)]}
+_MEMBERS = {
+    "digest": _Hex,
+    "schema": _Text,
+    "state": dict,
+    "world": Annotated[int, Limit(WORLD_MAX)],
+    "created": _Text,
+    "version": _Text,
+    "generation": Annotated[int, Limit(GENERATION_MAX)],
+    "job": _Text,
+    "shards": Annotated[dict[str, Any], Limit(WORLD_MAX)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +124,6 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of all shards."""
         return sum(record.digest.nbytes for record in self.shards)
 
     @property
@@ -125,7 +144,6 @@ class Manifest:
         return self.shards[shard.rank]
 
     def has_same_shards(self, other: "Manifest") -> bool:
-        """Return whether *other* is the same state with bitwise equal shards."""
         return (self.state, self.world, self.shards) == (other.state, other.world, other.shards)
 
 
@@ -200,6 +218,24 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
     }
 
 
+def record_file_name(shard: Shard) -> str:
+    """Return the name of the file in which a node of a session records *shard*."""
+    return f"{shard.file_name}.record.json"
+
+
+def encode_record(record: ShardRecord) -> bytes:
+    """Return the content of that file; `parse_record` reads it."""
+    return json.dumps(record_to_json(record)).encode()
+
+
+def parse_record(shard: Shard, content: bytes) -> ShardRecord | None:
+    """Return the record of *shard* in *content*, None where it is invalid."""
+    try:
+        return record_from_json(shard.file_name, parse_object(content))
+    except ValueError:
+        return None
+
+
 def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 parsed JSON
     """Return the record of the shard that *value* describes.
 
@@ -209,16 +245,11 @@ def record_from_json(file: str, value: Any) -> ShardRecord:  # noqa: ANN401 pars
     named = _SHARD_FILE.match(file)
     _require(named, f"{file[:80]!r} is not a shard file name")
     assert named is not None
-    entry = _require_members(value, "nbytes", "layout", "root", "table")
     shard = Shard(int(named[1]), int(named[2]))
     _require(shard.file_name == file, f"{file[:80]!r} is not a shard file name")
-    try:
-        table = base64.b64decode(_read_text(entry, "table", MANIFEST_BYTES_MAX), validate=True)
-    except binascii.Error as exc:
-        raise ValueError(f"the table of {file} is not base64: {exc}") from exc
-    nbytes = _read_int(entry, "nbytes", IMAGE_BYTES_MAX)
-    digest = Digest(nbytes, table, _read_text(entry, "root", 64))
-    return ShardRecord(shard, _read_text(entry, "layout", 64), digest)
+    entry = _read_members(value, _ENTRY)
+    digest = Digest(entry["nbytes"], entry["table"], entry["root"])
+    return ShardRecord(shard, entry["layout"], digest)
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
@@ -262,20 +293,14 @@ def _matches_own_digest(content: bytes) -> bool:
 
 
 def _build_manifest(values: Mapping[str, Any]) -> Manifest:
-    names = ("digest", "schema", "state", "world", "created", "version", "generation", "job")
-    values = _require_members(values, *names, "shards")
-    state = _require_members(values["state"], "epoch", "step")
-    shards = values["shards"]
-    _require(isinstance(shards, dict), "its shards are not an object")
-    records = [record_from_json(file, entry) for file, entry in shards.items()]
+    found = _read_members(values, _MEMBERS)
+    state = _read_members(found.pop("state"), _STATE)
+    records = [record_from_json(file, entry) for file, entry in found.pop("shards").items()]
+    del found["digest"], found["schema"]
     return Manifest(
-        state=StateId(_read_int(state, "epoch", EPOCH_MAX), _read_int(state, "step", STEP_MAX)),
-        world=_read_int(values, "world", WORLD_MAX),
+        state=StateId(**state),
         shards=tuple(sorted(records, key=lambda record: record.shard)),
-        created=_read_text(values, "created"),
-        version=_read_text(values, "version"),
-        generation=_read_int(values, "generation", GENERATION_MAX),
-        job=_read_text(values, "job"),
+        **found,
     )
 
 
@@ -285,29 +310,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _require_members(value: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401 parsed JSON
-    _require(
-        isinstance(value, dict) and set(value) == set(names),
-        f"expected an object with {', '.join(names)}",
-    )
-    return value  # type: ignore[no-any-return]
-
-
-def _read_int(values: Mapping[str, Any], name: str, value_max: int) -> int:
-    value = values[name]
-    _require(
-        type(value) is int and 0 <= value <= value_max,
-        f"{name} is not a number from 0 to {value_max}",
-    )
-    return value  # type: ignore[no-any-return]
-
-
-def _read_text(values: Mapping[str, Any], name: str, length_max: int = TEXT_MAX) -> str:
-    value = values[name]
-    _require(
-        isinstance(value, str) and len(value) <= length_max, f"{name} is not text, or is too long"
-    )
-    return value  # type: ignore[no-any-return]
+def _read_members(value: object, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict) or set(value) != set(kinds):
+        raise ValueError(f"expected an object with {', '.join(kinds)}")
+    found = {}
+    for name, kind in kinds.items():
+        try:
+            found[name] = read(kind, value[name])
+        except MessageFormatError as exc:
+            raise ValueError(f"{name}: {exc}") from exc
+    return found
 
 
 def _require(condition: object, message: str) -> None:

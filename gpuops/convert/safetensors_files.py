@@ -39,7 +39,6 @@ class SafetensorsFilePlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 

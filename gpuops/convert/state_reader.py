@@ -76,7 +76,6 @@ class StateReader:
         self._open.close()
 
     def metadata_blob_of(self, layout: ImageLayout) -> bytes:
-        """Return the metadata that the rank of *layout* saved."""
         return read_metadata_blob(self._view(layout.shard), layout)
 
     def bytes_of(self, tensor: StoredTensor) -> memoryview:
@@ -115,7 +114,7 @@ class StateReader:
             view = scratch_memory(self._scratch, record.digest.nbytes)
             self._store.fetch_shard(record, self.manifest.state, view)
         else:
-            view = _map_file(path, record.digest.nbytes)
+            view = map_file(path, record.digest.nbytes)
             damaged = find_damaged_chunks(view, record.digest)
             if damaged:
                 raise CorruptError(
@@ -134,7 +133,13 @@ def _elements(
     return np.frombuffer(data, dtype=unit).reshape(shape)
 
 
-def _map_file(path: Path, nbytes: int) -> memoryview:
+def map_file(path: Path, nbytes: int) -> memoryview:
+    """Map the file *path*, which must have *nbytes* bytes; writes to the mapping are private.
+
+    Raises:
+        CorruptError: It has another size.
+        CheckpointError: It cannot be read.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -37,7 +37,6 @@ class StateAssembler:
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def add_model(self, model: object) -> None:
-        """Add the model or models."""
         if model is None:
             return
         named = _with_keys("model", model) if isinstance(model, Mapping) else [("model", model)]

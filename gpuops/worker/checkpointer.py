@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -248,7 +248,7 @@ class Checkpointer:
         found["stall_median_s"] = self._cost.stall_s
         found["step_s"] = self._cost.step_s
         found["failures"] = self._cost.failures.as_dict()
-        found["restored"] = self._restored.as_dict() if self._restored else None
+        found["restored"] = asdict(self._restored) if self._restored else None
         keeper = self._saver.keeper if self._saver is not None and not self._is_closed else None
         if keeper is not None:
             with suppress(KeeperError):

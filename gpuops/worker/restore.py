@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -311,10 +311,6 @@ class RestoreSummary:
     nbytes: int
     seconds: float
     why: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for ``stats``."""
-        return asdict(self)
 
 
 def restore_adapters(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.messages import Lease, Skipped
@@ -26,39 +26,31 @@ RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 POLL_S = 0.1
 FINAL_SAVE_S = 60.0  # a keeper that hangs has been replaced by then
-N_RESERVED_WARN = (
-    3  # consecutive saves without memory of their layout; one or two changes are harmless
-)
+N_RESERVED_WARN = 3  # consecutive saves without memory of their layout; a few are harmless
 _N_STALLS = 64
 _N_SHOWN = 3
 _STATE = re.compile(r"step \d+ \(epoch \d+\)")  # a `StateId` as text, removed from reasons
 T = TypeVar("T")
 
 
-class ConnectKeeper(Protocol):
-    """Finds the keeper; *is_reconnect*: for a rank that was connected before, and trains."""
-
-    def __call__(self, *, is_reconnect: bool = False) -> RankKeeperClient: ...
-
-
 class CheckpointSaver:
     """One rank's saving.
 
     A keeper that is gone is searched for in the background, and used from the next step on; an
-    error of the state itself ends saving permanently. Either is logged once.
+    error of the state itself ends saving permanently. Either is logged once. *connect* returns the
+    keeper or raises KeeperError; it is called with ``is_reconnect=True`` while the rank trains.
     """
 
     def __init__(
         self,
         adapters: Sequence[StateAdapter],
         ranks: RankContext,
-        connect: ConnectKeeper,
+        connect: Callable[..., RankKeeperClient],
         *,
         slots: int,
         allow_pickle: bool,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take *connect*, which returns the keeper or raises KeeperError; see `connect`."""
         self.is_only_local_rank = ranks.local_world == 1
         self.is_rank_zero = ranks.rank == 0
         self._reserved_at_step: int | None = None
@@ -205,7 +197,6 @@ class CheckpointSaver:
         self._disconnect()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of what was saved so far."""
         return {
             "saved": self._n_saved,
             "skipped": dict(self._skipped),
@@ -292,9 +283,9 @@ class CheckpointSaver:
     def _complete(self) -> None:
         lease, self._pending, self._lease = self._lease, None, None
         assert lease is not None
-        self._run_guarded(lambda keeper: self._seal(keeper, lease))
+        self._run_guarded(lambda keeper: self._mark_written(keeper, lease))
 
-    def _seal(self, keeper: RankKeeperClient, lease: Lease) -> None:
+    def _mark_written(self, keeper: RankKeeperClient, lease: Lease) -> None:
         keeper.mark_written(lease)
         self._n_saved += 1
         self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN

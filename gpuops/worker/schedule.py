@@ -104,12 +104,10 @@ class SaveCost:
 
     @property
     def step_s(self) -> float | None:
-        """The time of a step; None where none was measured yet."""
         return median(self._steps_s) if self._steps_s else None
 
     @property
     def stall_s(self) -> float | None:
-        """The time that a save takes from training."""
         return median(self._stalls_s) if self._stalls_s else None
 
     def before_save(self, step: int, now_s: float) -> None:
@@ -124,7 +122,6 @@ class SaveCost:
             self._stalls_s.append(stall_s)
 
     def steps_until_next(self, interval: SaveInterval) -> int:
-        """Return after how many steps to save again."""
         step_s = max(self.step_s or 1e-6, 1e-6)
         if interval.steps:
             return interval.steps
@@ -179,10 +176,9 @@ class SaveSchedule(Protocol):
 class StepSchedule:
     """Every so many steps; where a due step was not reported, the next one is due."""
 
-    asks_keeper = False
-
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, asks_keeper: bool = False) -> None:
         self._steps = steps
+        self.asks_keeper = asks_keeper
         self._previous_step: int | None = None
 
     def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 the interface
@@ -191,18 +187,6 @@ class StepSchedule:
             previous_step is not None and step // self._steps > previous_step // self._steps
         )
         return has_skipped_multiple or step % self._steps == 0
-
-    def on_handled(self, step: int, now_s: float) -> None:
-        pass
-
-
-class KeeperSchedule:
-    """The keeper of the node decides at each step."""
-
-    asks_keeper = True
-
-    def is_due(self, step: int, now_s: float) -> bool:  # noqa: ARG002 the interface
-        return True
 
     def on_handled(self, step: int, now_s: float) -> None:
         pass
@@ -259,9 +243,7 @@ class RankZeroSchedule:
         self._is_rank_zero = is_rank_zero
         self._timeout_s = timeout_s
         self._prefix = f"gpuops/checkpoint/{run}/{next(_serial)}"
-        self._previous_step: int | None = (
-            None  # the step before this one; some numbers are not reported
-        )
+        self._previous_step: int | None = None  # some step numbers are not reported
         self._next_step: int | None = None  # None: not known yet
         self._n_published = 0  # answers are numbered: other ranks do not know their steps
         self._may_wait = True
@@ -340,6 +322,6 @@ def make_schedule(
         return SingleRankSchedule(interval, cost, now_s)
     found = make_store()
     if found is None:
-        return KeeperSchedule()
+        return StepSchedule(1, asks_keeper=True)
     store, run = found
     return RankZeroSchedule(interval, cost, store, is_rank_zero=rank == 0, run=run)

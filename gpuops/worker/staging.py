@@ -337,7 +337,6 @@ class _PinnedBuffer:
             )
 
     def release(self) -> None:
-        """Undo the registration."""
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_pinned = False

@@ -185,7 +185,6 @@ class KeeperConnection:
                 raise KeeperGoneError(f"the keeper at {self._path} {why} ({command})") from exc
 
     def close(self) -> None:
-        """Disconnect."""
         with self._lock:
             self._disconnect()
 

@@ -147,7 +147,6 @@ class KeeperCore:
         return True
 
     def disconnected(self, connection: ClientConnection) -> None:
-        """Handle the end of a connection."""
         if self.agent is connection:
             self.agent = None
         group = self.group
@@ -174,7 +173,6 @@ class KeeperCore:
         group.close()
 
     def set_policy(self, policy: CheckpointPolicy) -> None:
-        """Apply *policy*."""
         self.persister.set_policy(policy)
         self.memory.buffer_table.every_s = policy.every_s
 
@@ -254,7 +252,6 @@ class KeeperCore:
         self._on_hashed(written, digest)
 
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
-        """Give the state up."""
         self.memory.buffer_table.abandon(rank_info.local_rank, state)
         why = f"rank {rank_info.shard.rank} could not copy it"
         self.events.add("given_up", state=state, why=why)
@@ -377,7 +374,6 @@ class KeeperCore:
         self.peers.tick()
 
     def progress(self) -> KeeperProgress:
-        """Return the progress of this node's states in memory, on disk and on peers."""
         table, persister, pusher = self.memory.buffer_table, self.persister, self.peers.pusher
         complete = tuple(self.memory.complete_states()[:COMPLETE_MAX])
         refused = sorted(set(table.rejected) - set(complete), reverse=True)
@@ -408,7 +404,6 @@ class KeeperCore:
     def on_restored(
         self, rank_info: RankInfo, state: StateId, *, tier: str, seconds: float, nbytes: int
     ) -> None:
-        """Record what a rank has loaded."""
         self.done_reading(rank_info)
         self.events.add(
             "restored",
@@ -421,7 +416,6 @@ class KeeperCore:
         )
 
     def counts(self) -> dict[str, Any]:
-        """Return the keeper's statistics, by name."""
         found = {
             **self.memory.counts(),
             **self.peers.counts(),
@@ -435,7 +429,6 @@ class KeeperCore:
         return {name: plain(value) for name, value in found.items()}
 
     def tick(self) -> None:
-        """Do what has become possible or due."""
         if self.group is not None:
             policy = self.persister.policy
             self._restore_finder.search_if_ready(

@@ -176,7 +176,6 @@ class Waker:
         return self._read.fileno()
 
     def wake(self) -> None:
-        """Wake the selecting thread."""
         with suppress(OSError):
             self._write.send(b"\0")
 

@@ -101,7 +101,6 @@ class StateSampler:
 
     @property
     def n_halvings(self) -> int:
-        """Return j."""
         if not self._took_s or not self._every_s:
             return 0
         ratio = self._took_s / (self._share * self._every_s)

@@ -113,7 +113,6 @@ class RankGroup:
         return True
 
     def join(self, rank_info: RankInfo, connection: ClientConnection) -> None:
-        """Add a rank."""
         self.connections[rank_info.local_rank] = connection
         self.ranks[rank_info.local_rank] = rank_info
         self._pids[rank_info.local_rank] = connection.pid

@@ -147,7 +147,6 @@ class KeeperServer:
         _log.info("the keeper ends")
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._listener.close()

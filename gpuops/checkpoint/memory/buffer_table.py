@@ -111,7 +111,6 @@ class BufferTable:
 
     @property
     def in_flight(self) -> StateId | None:
-        """The state in flight, if any."""
         return None if self._pending is None else self._pending.state
 
     @property

@@ -150,11 +150,9 @@ class NodeMemory:
         return pool
 
     def buffer(self, key: SlotKey) -> SharedBuffer:
-        """Return the memory of a slot of the buffer table."""
         return self._pools[key.pool].slots[key.index]
 
     def unpopulated(self) -> list[SharedBuffer]:
-        """Return the slots whose memory is not populated yet."""
         return [
             memory
             for pool in self._pools.values()
@@ -163,7 +161,6 @@ class NodeMemory:
         ]
 
     def mark_populated(self, memory: SharedBuffer) -> None:
-        """Record that the memory of a slot is populated."""
         if any(
             memory is own_buffer
             for pool in self._pools.values()
@@ -222,15 +219,12 @@ class NodeMemory:
         return sum(pool.nbytes * len(pool.slots) for pool in self._pools.values())
 
     def populated_bytes(self) -> int:
-        """Return the size of the populated slots."""
         return self.reserved_bytes() - self.unpopulated_bytes()
 
     def unpopulated_bytes(self) -> int:
-        """Return the size of the slots that are still to be populated."""
         return sum(memory.nbytes for memory in self.unpopulated())
 
     def counts(self) -> dict[str, Any]:
-        """Return the counters, by name; a state is [epoch, step]."""
         table = self.buffer_table
         return {
             "granted": table.n_granted,
@@ -247,7 +241,6 @@ class NodeMemory:
         }
 
     def close(self) -> None:
-        """Release all memory."""
         for pool in self._pools.values():
             for memory in pool.slots.values():
                 memory.close()
@@ -335,7 +328,6 @@ class ReplicaAllocator:
             return memory
 
     def unpopulated_bytes(self) -> int:
-        """Return how much of this memory the kernel has still to allocate."""
         with self._lock:
             return self._unpopulated_bytes()
 

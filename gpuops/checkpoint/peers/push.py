@@ -219,7 +219,6 @@ class ReplicaPusher:
         return len(self._holders), sum(holder.is_gone for holder in self._holders.values())
 
     def counts(self) -> dict[str, object]:
-        """Return the counters by name, and which holders are gone and why."""
         return {
             "replicas_pushed": self.n_pushed,
             "replicas_failed": self.n_failed,

@@ -244,7 +244,6 @@ class PeerService:
         return True
 
     def copies(self) -> list[ShardCopy]:
-        """Return the replicas on this node."""
         return self._running.replicas.copies() if self._running else []
 
     # Events.
@@ -273,7 +272,6 @@ class PeerService:
             self._running.replicas.keep_only(self._stored_for_peers)
 
     def tick(self) -> None:
-        """Do what has become possible or due."""
         self._unpopulated_bytes = self._memory.unpopulated_bytes()
         self.pusher.push_next()
         for copy, number in self._running.replicas.take_damaged() if self._running else ():
@@ -286,7 +284,6 @@ class PeerService:
             )
 
     def counts(self) -> dict[str, object]:
-        """Return the counters by name."""
         running = self._running
         return {
             **self.pusher.counts(),

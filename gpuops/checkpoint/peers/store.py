@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from gpuops.checkpoint.digest import HASH_BYTES
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy
 from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
 from gpuops.checkpoint.types import (
@@ -29,27 +29,9 @@ N_SLOTS = 2
 _OLDEST = StateId(0, 0)
 
 
-class WritableMemory(Protocol):
-    """The memory of a slot, such as `SharedBuffer`."""
-
-    @property
-    def fd(self) -> int:
-        """Return a descriptor of the same bytes."""
-        ...
-
-    @property
-    def view(self) -> memoryview:
-        """Return the bytes, writable."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class _ReplicaSlot:
-    memory: WritableMemory
+    memory: SharedBuffer
     nbytes: int
     copy: ShardCopy | None = None  # complete and verified
     inbox: "ReplicaInbox | None" = None  # being received
@@ -93,7 +75,7 @@ class ReplicaStore:
     def __init__(
         self,
         node: str,
-        allocate: Callable[[str, int], WritableMemory],
+        allocate: Callable[[str, int], SharedBuffer],
         *,
         bytes_max: int,
         n_slots: int = N_SLOTS,
@@ -120,7 +102,7 @@ class ReplicaStore:
             for shard in shards:
                 self._slots.setdefault(shard, [])
 
-    def adopt(self, copy: ShardCopy, memory: WritableMemory, nbytes: int) -> bool:
+    def adopt(self, copy: ShardCopy, memory: SharedBuffer, nbytes: int) -> bool:
         """Take *copy*, whose bytes *memory* has, verified; return whether it was needed.
 
         Then the store owns the memory, until a `keep_only` without it.
@@ -314,7 +296,7 @@ class ReplicaStore:
                 f"{format_bytes(self._bytes_max)}",
             )
 
-    def _allocate_memory(self, shard: Shard, nbytes: int) -> WritableMemory:
+    def _allocate_memory(self, shard: Shard, nbytes: int) -> SharedBuffer:
         try:
             return self._allocate(f"gpuops-replica-{shard.rank:05d}", nbytes)
         except (CheckpointError, OSError) as exc:

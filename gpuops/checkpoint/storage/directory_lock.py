@@ -15,8 +15,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from gpuops.checkpoint.manifest import format_utc
 from gpuops.checkpoint.storage.address import local_directory, open_store
@@ -26,6 +27,7 @@ from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import ProbeError
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.procfs import parse_stat, read_text
+from gpuops.wire.messages import NUMBER_MAX, Limit, Message
 
 LOCK_NAME = ".owner"
 RENEW_S = 5.0
@@ -36,6 +38,8 @@ RENEWAL_TIMEOUT_S = 8.0  # longer than between two renewals: a silent owner may 
 _BYTES_MAX = 4096
 _NAMESPACE = re.compile(r"-[0-9]{9,}\Z")  # see `this_host`
 _TEXT_MAX = 256
+_Text = Annotated[str, Limit(_TEXT_MAX)]
+_Count = Annotated[int, Limit(NUMBER_MAX)]
 
 
 class DirectoryLockedError(CheckpointError):
@@ -43,23 +47,23 @@ class DirectoryLockedError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class LockOwner:
+class LockOwner(Message):
     """The owner of a directory. ``job``: the same on all nodes of a run, "" where it has no name.
 
     ``start_ticks`` distinguishes the process from a later one with the same pid, ``nonce`` this
     owner from all others; ``since`` is UTC.
     """
 
-    job: str
-    host: str
-    pid: int
-    start_ticks: int
-    since: str
-    nonce: str
+    job: _Text
+    host: _Text
+    pid: _Count
+    start_ticks: _Count
+    since: _Text
+    nonce: _Text
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        return json.dumps(self.to_json()).encode() + b"\n"
 
     def __str__(self) -> str:
         host = _NAMESPACE.sub("", self.host)
@@ -69,14 +73,8 @@ class LockOwner:
 def parse_owner(content: bytes) -> LockOwner | None:
     """Return the owner that *content* names; None where it is incomplete or invalid."""
     try:
-        values = json.loads(content)
-        texts = [values[name] for name in ("job", "host", "since", "nonce")]
-        numbers = [values["pid"], values["start_ticks"]]
-        is_sound = all(isinstance(t, str) and len(t) <= _TEXT_MAX for t in texts)
-        if not is_sound or not all(type(n) is int and n >= 0 for n in numbers):
-            return None
-        return LockOwner(texts[0], texts[1], numbers[0], numbers[1], texts[2], texts[3])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return LockOwner.from_json(json.loads(content))
+    except (ValueError, RecursionError):
         return None
 
 

@@ -8,7 +8,6 @@ it. The one that commits builds the manifest from these records, and then remove
 import contextlib
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from gpuops.checkpoint.manifest import (
     Manifest,
     ShardRecord,
     encode_manifest,
+    encode_record,
     parse_manifest,
-    parse_object,
-    record_from_json,
-    record_to_json,
+    parse_record,
+    record_file_name,
 )
 from gpuops.checkpoint.storage.api import (
     CommitInProgressError,
@@ -210,7 +209,7 @@ class DirectoryWriter:
             os.unlink(part, dir_fd=self._folder)
             raise CheckpointError(f"another node renamed {self._name} while {name} was written")
         rename(part, name, self._folder)
-        self._write_renamed(_record_name(record.shard), _record_content(record))
+        self._write_renamed(record_file_name(record.shard), encode_record(record))
         os.fsync(self._folder)
 
     def _write_renamed(self, name: str, content: bytes) -> None:
@@ -314,18 +313,9 @@ def _read_records(folder: int, path: Path, shards: Iterable[Shard]) -> dict[Shar
     found = {}
     for shard in shards:
         with contextlib.suppress(FileNotFoundError):
-            content = read_bounded(_record_name(shard), folder, MANIFEST_BYTES_MAX)
+            content = read_bounded(record_file_name(shard), folder, MANIFEST_BYTES_MAX)
             # An unreadable record counts as none: its shard is written again.
-            with contextlib.suppress(ValueError):
-                record = record_from_json(shard.file_name, parse_object(content))
-                if regular_file_size(shard.file_name, folder) == record.digest.nbytes:
-                    found[shard] = record
+            record = parse_record(shard, content)
+            if record and regular_file_size(shard.file_name, folder) == record.digest.nbytes:
+                found[shard] = record
     return found
-
-
-def _record_name(shard: Shard) -> str:
-    return f"{shard.file_name}.record.json"
-
-
-def _record_content(record: ShardRecord) -> bytes:
-    return json.dumps(record_to_json(record)).encode()

@@ -1,14 +1,13 @@
 """A stored state read back: its tensors, whether it is intact, and its save interval."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
 
 from gpuops.checkpoint.digest import is_chunk_intact
 from gpuops.checkpoint.image import (
@@ -22,6 +21,7 @@ from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.plan.failure_rate import FailureRate
+from gpuops.wire.messages import Limit, Message
 
 _LENGTH_BYTES = 8
 
@@ -359,9 +359,18 @@ def _printable(name: str) -> str:
 
 
 AUTO = "auto"  # its key in the metadata saved with the parts
-SECONDS_MAX = 1e9
-STEPS_MAX = 10**9
-NODES_MAX = 10**6
+_Seconds = Annotated[float, Limit(1e9)]
+
+
+@dataclass(frozen=True, slots=True)
+class _IntervalMessage(Message):
+    steps: Annotated[int, Limit(10**9)] | None
+    step_s: _Seconds | None
+    stall_s: _Seconds | None
+    restore_s: _Seconds | None
+    n_nodes: Annotated[int, Limit(10**6)]
+    failures: Annotated[int, Limit(10**9)]
+    node_hours: Annotated[float, Limit(1e12)] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,22 +395,16 @@ class ChosenInterval:
         return self.steps * self.step_s
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Parse *values*.
-
-        Raises:
-            KeyError, TypeError, ValueError: They are invalid.
-        """
-        steps = values["steps"]
+    def from_json(cls, values: object) -> Self:
+        """Parse *values*; raises MessageFormatError where they are invalid."""
+        found = _IntervalMessage.from_json(values)
         return cls(
-            steps=None if steps is None else _bounded_int(steps, STEPS_MAX),
-            step_s=_seconds(values["step_s"]),
-            stall_s=_seconds(values["stall_s"]),
-            restore_s=_seconds(values["restore_s"]),
-            n_nodes=_bounded_int(values["n_nodes"], NODES_MAX),
-            failures=FailureRate(
-                _bounded_int(values["failures"], 10**9), _seconds(values["node_hours"], 1e12) or 0.0
-            ),
+            steps=found.steps,
+            step_s=found.step_s,
+            stall_s=found.stall_s,
+            restore_s=found.restore_s,
+            n_nodes=found.n_nodes,
+            failures=FailureRate(found.failures, found.node_hours or 0.0),
         )
 
 
@@ -418,19 +421,3 @@ def read_chosen_interval(
         return ChosenInterval.from_json(stored[AUTO])
     except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _seconds(value: object, value_max: float = SECONDS_MAX) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r:.40} is not a number")
-    if not (math.isfinite(value) and 0 <= value <= value_max):
-        raise ValueError(f"{value!r:.40} is not from 0 to {value_max}")
-    return float(value)
-
-
-def _bounded_int(value: object, value_max: int) -> int:
-    if type(value) is not int or not 0 <= value <= value_max:
-        raise ValueError(f"{value!r:.40} is not a whole number from 0 to {value_max}")
-    return value

@@ -8,7 +8,6 @@ Write one state into an object store, alone or together with the writers of othe
 """
 
 import contextlib
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +21,9 @@ from gpuops.checkpoint.manifest import (
     Manifest,
     ShardRecord,
     encode_manifest,
-    parse_object,
-    record_from_json,
-    record_to_json,
+    encode_record,
+    parse_record,
+    record_file_name,
 )
 from gpuops.checkpoint.storage.api import (
     DamagedState,
@@ -104,7 +103,7 @@ class ObjectWriter:
             return dict(self._records)
         sizes = self._tree.sizes(self._session_folder)
         shards = [Shard(rank, self._world) for rank in range(self._world)]
-        named = [shard for shard in shards if _record_name(shard) in sizes]
+        named = [shard for shard in shards if record_file_name(shard) in sizes]
         found = ((shard, self._read_record(shard)) for shard in named)
         return {shard: record for shard, record in found if record is not None}
 
@@ -177,24 +176,21 @@ class ObjectWriter:
             )
         self._versions[record.shard] = self._tree.version(key) or ""
         if self._session_folder is not None:
-            content = json.dumps(record_to_json(record)).encode()
-            self._tree.write(f"{self._session_folder}/{_record_name(record.shard)}", content)
+            key = f"{self._session_folder}/{record_file_name(record.shard)}"
+            self._tree.write(key, encode_record(record))
 
     def _read_record(self, shard: Shard) -> ShardRecord | None:
         """Return what was recorded of *shard*, where its object is still of that size."""
         if self._session_folder is None:
             return self._records.get(shard)
-        key = f"{self._session_folder}/{_record_name(shard)}"
+        key = f"{self._session_folder}/{record_file_name(shard)}"
         nbytes = self._tree.size(key)
         if nbytes is None or nbytes > MANIFEST_BYTES_MAX:
             return None
-        try:
-            record = record_from_json(
-                shard.file_name, parse_object(self._tree.read(key, 0, nbytes))
-            )
-        except ValueError:
+        record = parse_record(shard, self._tree.read(key, 0, nbytes))
+        if record is None or self._tree.size(self._key(shard)) != record.digest.nbytes:
             return None
-        return record if self._tree.size(self._key(shard)) == record.digest.nbytes else None
+        return record
 
     def _check_not_replaced(self, manifest: Manifest) -> None:
         """Raise where another writer has replaced an object since we wrote it."""
@@ -213,10 +209,6 @@ class ObjectWriter:
 
     def _key(self, shard: Shard) -> str:
         return f"{self._state.name}/{shard.file_name}"
-
-
-def _record_name(shard: Shard) -> str:
-    return f"{shard.file_name}.record.json"
 
 
 DEADLINE_S = 300.0

@@ -169,12 +169,10 @@ class PersistSchedule:
         return self.last_persisted is not None and self.last_persisted >= state
 
     def on_start(self, state: StateId, now_s: float) -> None:
-        """Record that *state* is being written."""
         self.in_progress = state
         self._started_s = now_s
 
     def on_success(self, state: StateId) -> None:
-        """Record that *state* is persisted."""
         self.in_progress = None
         self.failures = 0
         self._not_before_s = 0.0
@@ -250,7 +248,6 @@ class Persister:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return the status, by name."""
         schedule = self.schedule
         return {
             "persisted": None if schedule.last_persisted is None else schedule.last_persisted,

@@ -139,7 +139,6 @@ class TransferServer:
         self._thread.start()
 
     def counters(self) -> dict[str, int]:
-        """Return the counters of this server, by name."""
         with self._lock:
             found = asdict(self._counters)
             found["sent_bytes"] += sum(connection.sent_bytes for connection in self._connections)

@@ -12,15 +12,17 @@ serves. So the side that has the memory decides which chunks are missing after a
 
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from gpuops.checkpoint.digest import HASH_BYTES, chunk_count
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, Shard, StateId
 from gpuops.host.net.frames import FrameGreeting, WireError
 from gpuops.host.net.job_proof import NONCE_BYTES, derived
 
+T = TypeVar("T")
 JOB_BYTES = 16
 
 
@@ -152,7 +154,7 @@ class OpenCopy:
     def from_bytes(cls, data: bytes) -> Self:
         """Return the request in *data*; raises `WireError` where it is invalid."""
         epoch, step, rank, world, chunk_bytes, root = _unpack(_OPEN, data)
-        state, shard = _state_and_shard(epoch, step, rank, world)
+        state, shard = _checked(StateId, epoch, step), _checked(Shard, rank, world)
         return cls(state, shard, chunk_bytes, root.hex() if any(root) else "")
 
 
@@ -189,11 +191,11 @@ class PushOffer:
         """Return the offer and the size of its chunks; raises `WireError`."""
         fields = _unpack(_PUSH, data)
         epoch, step, rank, world, chunk_bytes, layout, nbytes, root = fields[:8]
-        state, shard = _state_and_shard(epoch, step, rank, world)
+        state, shard = _checked(StateId, epoch, step), _checked(Shard, rank, world)
         if not 0 < nbytes <= IMAGE_BYTES_MAX:
             raise WireError(f"an image of {nbytes} bytes")
         is_known, committed_epoch, committed_step = fields[8:]
-        committed = _state(committed_epoch, committed_step) if is_known else None
+        committed = _checked(StateId, committed_epoch, committed_step) if is_known else None
         return cls(state, shard, layout.hex(), nbytes, root.hex(), committed), chunk_bytes
 
 
@@ -257,15 +259,8 @@ def _unpack(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
         raise WireError(f"a message of {len(data)} bytes, not of {layout.size}") from exc
 
 
-def _state(epoch: int, step: int) -> StateId:
+def _checked(kind: Callable[[int, int], T], first: int, second: int) -> T:
     try:
-        return StateId(epoch, step)
-    except ValueError as exc:
-        raise WireError(str(exc)) from exc
-
-
-def _state_and_shard(epoch: int, step: int, rank: int, world: int) -> tuple[StateId, Shard]:
-    try:
-        return _state(epoch, step), Shard(rank, world)
+        return kind(first, second)
     except ValueError as exc:
         raise WireError(str(exc)) from exc

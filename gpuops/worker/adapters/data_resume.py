@@ -63,7 +63,6 @@ class DataResume:
         return self.now < self.epoch
 
     def begin_epoch(self) -> None:
-        """Count an epoch."""
         self.now += 1
         _suppress_warning(on=self.is_over)
 

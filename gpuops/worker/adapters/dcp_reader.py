@@ -5,12 +5,9 @@
 import base64
 import binascii
 import io
-import mmap
 import os
-import re
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +31,10 @@ from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
 from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard
 from gpuops.convert.nested import load_value
+from gpuops.convert.state_reader import map_file
 from gpuops.convert.tensors import DTYPES, view_of
 from gpuops.convert.values import loads
-
-_LAST_NUMBER = re.compile(r"(\d{1,12})\D*\Z", re.ASCII)
+from gpuops.worker.adapters.dcp_writer import step_of
 
 
 class GpuopsReader(StorageReader):
@@ -71,8 +68,7 @@ class GpuopsReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._close()
         if self._given_step is None and checkpoint_id is not None:
-            found = _LAST_NUMBER.search(Path(checkpoint_id).name)
-            self._step = int(found[1]) if found else None
+            self._step = step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._close()
@@ -171,7 +167,7 @@ class GpuopsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _LAST_NUMBER.search(os.fspath(checkpoint_id)) is not None
+        return step_of(checkpoint_id) is not None
 
 
 class _VerifiedImage:
@@ -195,7 +191,7 @@ class _VerifiedImage:
         """Return the values that the writer saved next to the tensors, and the paths of names."""
         memory = self._verified(self._layout.metadata_blob)
         where = f"{self._record.shard.file_name} of {self._manifest.state}"
-        extra = loads(read_metadata_blob(memory, self._layout) or b"{}", f"the extra of {where}")
+        extra = loads(read_metadata_blob(memory, self._layout) or b"{}", f"the metadata of {where}")
         saved = extra.get("dcp") if isinstance(extra, dict) else None
         if saved is None:
             return {}, {}
@@ -206,7 +202,7 @@ class _VerifiedImage:
             }
             return values, {name: tuple(path) for name, path in saved["paths"].items()}
         except (KeyError, TypeError, AttributeError, binascii.Error) as exc:
-            raise CorruptError(f"the extra of {where} cannot be read: {exc!r:.200}") from exc
+            raise CorruptError(f"the metadata of {where} cannot be read: {exc!r:.200}") from exc
 
     def _verified(self, placed: PlacedTensor) -> memoryview:
         if self._memory is None:
@@ -233,11 +229,4 @@ class _VerifiedImage:
             memory = SharedBuffer.create("gpuops-dcp-read", digest.nbytes)
             self._store.fetch_shard(self._record, self._manifest.state, memory.view)
             return memory.view
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != digest.nbytes:
-                    raise CorruptError(f"{path} has {size} bytes, {digest.nbytes} were saved")
-                return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-        except OSError as exc:
-            raise CheckpointError(f"cannot read {path}: {exc.strerror or exc}") from exc
+        return map_file(path, digest.nbytes)

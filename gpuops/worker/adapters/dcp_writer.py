@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class GpuopsWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._task = None
         if self._given_step is None:
-            self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
+            self._step = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -178,10 +179,11 @@ class GpuopsWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _LAST_NUMBER.search(os.fspath(checkpoint_id)) is not None
+        return step_of(checkpoint_id) is not None
 
 
-def _step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
+def step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
+    """Return the last number in the name of *checkpoint_id*, such as ``"step-1200"``."""
     found = _LAST_NUMBER.search(Path(checkpoint_id).name)
     return int(found[1]) if found else None
 
@@ -222,18 +224,10 @@ def _spec(item: WriteItem) -> TensorSpec:
         how = "view it as float64 (torch.view_as_real)" if needs_carrier(dtype) else "convert it"
         raise CheckpointError(f"{name!r:.200} has the unsupported dtype {dtype}: {how}")
     shape = tuple(data.chunk.sizes)
-    nbytes = shape_nbytes(shape, dtype)
+    nbytes = prod(shape) * dtype.itemsize
     return TensorSpec(
         name, DTYPE_NAMES[dtype], shape, nbytes, tuple(data.chunk.offsets), tuple(data.size)
     )
-
-
-def shape_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor of *shape*."""
-    n_items = 1
-    for size in shape:
-        n_items *= size
-    return n_items * dtype.itemsize
 
 
 def _write_image(

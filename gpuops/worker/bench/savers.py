@@ -49,14 +49,12 @@ class BenchJob:
             self._n_passes = max(round(step_s / min(self.step() for _ in range(_TRIES))), 1)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the state."""
         parameters = list(self.model.parameters())
         momenta = [self.optimizer.state[each]["momentum_buffer"] for each in parameters]
         return [each.detach() for each in parameters] + momenta
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def step(self) -> float:

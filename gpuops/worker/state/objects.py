@@ -91,11 +91,9 @@ class ObjectAdapter:
         self._name_cache = NameCache()
 
     def read(self) -> AdapterSnapshot:
-        """Return the object's ``state_dict``."""
         return self._encode(self._stateful.state_dict())
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Request the saved state, for the object's ``load_state_dict``."""
         state = self._decode(source, _current_state(self._stateful.state_dict))
         return lambda: self._stateful.load_state_dict(state)
 
@@ -124,11 +122,9 @@ class GeneratorAdapter(ObjectAdapter):
         super().__init__(key, generator)
 
     def read(self) -> AdapterSnapshot:
-        """Return the state of the generator."""
         return self._encode(self._stateful.get_state().numpy().tobytes())
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Request the saved state."""
         state = self._decode(source, None)
         if not isinstance(state, bytes):
             raise CorruptError(f"{self.key} is not a generator state")
@@ -146,13 +142,11 @@ class ValueAdapter(ObjectAdapter):
         self._name = name
 
     def read(self) -> AdapterSnapshot:
-        """Return the current value."""
         if self._name not in self._stateful:
             raise CheckpointError(f"{self.key} was given, and is no longer in its mapping")
         return self._encode(self._stateful[self._name])
 
     def plan_load(self, source: LoadSource) -> FinishLoad:
-        """Request the saved value; existing tensors are filled in place."""
         current = self._stateful[self._name]
         value = self._decode(source, current)
         if value is current:

@@ -163,7 +163,6 @@ class ShardImageReader(StorageReader):
         """Do nothing: there is one checkpoint."""
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 torch's
-        """Return the metadata of the pieces."""
         return self._metadata
 
     def set_up_storage_reader(
@@ -176,11 +175,9 @@ class ShardImageReader(StorageReader):
         """Do nothing: everything is set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -136,7 +136,6 @@ class SavedState:
         return self._image(self._home_rank).metadata
 
     def part_keys(self) -> set[str]:
-        """Return the keys of the saved parts."""
         return set(self.metadata["parts"])
 
     def spec(self, name: str) -> TensorSpec | None:

@@ -13,7 +13,6 @@ from gpuops.plan.interval import steps_between_saves
 from gpuops.worker.schedule import (
     DEFAULT_RESTORE_S,
     WARMUP_STEPS,
-    KeeperSchedule,
     RankZeroSchedule,
     SaveCost,
     SaveInterval,
@@ -313,4 +312,4 @@ def test_who_decides():
     assert isinstance(schedule(SaveInterval(steps=2), 8, None), StepSchedule)
     assert isinstance(schedule(SaveInterval(), 1, None), SingleRankSchedule)
     assert isinstance(schedule(SaveInterval(), 8, (Store(), "run")), RankZeroSchedule)
-    assert isinstance(schedule(SaveInterval(seconds=5), 8, None), KeeperSchedule)
+    assert schedule(SaveInterval(seconds=5), 8, None).asks_keeper

@@ -18,7 +18,6 @@ from support.monitors import report_of
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.gpu import (
     GpuMonitor,
-    GpuMonitorContext,
     open_gpu_monitor,
     xid_catalogue,
 )
@@ -67,8 +66,7 @@ def watched(generation=0):
 def opened(mock, root, scenario=HEALTHY, **env):
     """Return a sentry that has begun, and the environment that its children play."""
     played = mock.env(scenario)
-    place = GpuMonitorContext(node="n1", env={**os.environ, **played, **env}, root=root)
-    sentry = open_gpu_monitor(place, CLOCK)
+    sentry = open_gpu_monitor({**os.environ, **played, **env}, CLOCK, root=root)
     sentry.begin(watched())
     return sentry, played
 
@@ -187,10 +185,10 @@ def test_a_driver_that_crashes_its_asker_is_asked_again_and_not_for_ever(mock, s
 
 def test_a_driver_that_recovers_is_watched_again(mock, root):
     env = mock.env(f"{HEALTHY}\nreturn * nvmlEventSetWait 999")
-    place = GpuMonitorContext(node="n1", env={**os.environ, **env}, root=root)
+    variables = {**os.environ, **env}
     command = module_command("gpuops.host.xid_watch", "nvml")
-    child = WatchingChild("test-xid", command, place.env, back_off_s=0.05, restarts_max=1000)
-    sentry = GpuMonitor(place, xid_catalogue(None), CLOCK, {XidSource.NVML: child})
+    child = WatchingChild("test-xid", command, variables, back_off_s=0.05, restarts_max=1000)
+    sentry = GpuMonitor(variables, xid_catalogue(None), CLOCK, {XidSource.NVML: child})
     with closing(sentry):
         sentry.begin(watched())
         until(lambda: child.restarts > 1)
@@ -234,11 +232,10 @@ def test_nothing_is_left_behind(mock, root, how):
 
 PARENT = """
 import os, sys, time
-from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
+from gpuops.agent.monitors.gpu import open_gpu_monitor
 from gpuops.host.clock import SystemClock
 from pathlib import Path
-context = GpuMonitorContext(node="n1", env=dict(os.environ), root=Path(sys.argv[1]))
-sentry = open_gpu_monitor(context, SystemClock())
+sentry = open_gpu_monitor(dict(os.environ), SystemClock(), root=Path(sys.argv[1]))
 while len(sentry._gpus) < 2:
     sentry.poll()
     time.sleep(0.02)
@@ -272,8 +269,7 @@ def _runs(pid):
 
 def test_a_machine_without_a_gpu_is_not_watched(tmp_path):
     """Where a driver is installed this watches its GPUs, and nothing is reported either."""
-    place = GpuMonitorContext(node="n1", env=dict(os.environ), root=tmp_path)
-    sentry = open_gpu_monitor(place, CLOCK)
+    sentry = open_gpu_monitor(dict(os.environ), CLOCK, root=tmp_path)
     with closing(sentry):
         sentry.begin(watched())
         until(sentry._sources[XidSource.KERNEL].given_up.is_set)

@@ -125,8 +125,8 @@ def _compare(
     if comparison.n_reported > REPORTS_MAX:
         return []
     verdict = compare_ranks(by_rank)
-    one, other = _two_of(by_rank, verdict)
-    n_tensors = group.n_tensors
+    one, n_tensors = by_rank[verdict.suspects[0]], group.n_tensors  # of a rank that may be wrong
+    other = next(digest for digest in by_rank.values() if digest != one)
     verdict = adjust_for_breadth(verdict, n_differing(one, other, n_tensors), n_tensors)
     number = None
     if len(set(by_rank.values())) == 2:
@@ -153,14 +153,6 @@ def _over(
 def _report(group: GroupDigest, ranks: tuple[int, ...], verdict: ReplicaVerdict) -> ReplicaReport:
     found = ReplicaDifference(state=group.state, ranks=ranks, verdict=verdict)
     return ReplicaReport(group.key, found)
-
-
-def _two_of(
-    by_rank: dict[int, RankDigest], verdict: ReplicaVerdict
-) -> tuple[RankDigest, RankDigest]:
-    """Return the digest of a rank that may be wrong, and a different one."""
-    one = by_rank[verdict.suspects[0]]
-    return one, next(digest for digest in by_rank.values() if digest != one)
 
 
 class ReplicaDifferenceReporter:

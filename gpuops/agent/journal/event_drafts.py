@@ -67,7 +67,7 @@ class EventJournal:
     @locked
     def run_started(self, facts: payloads.RunFacts) -> None:
         """Record the run's beginning."""
-        self._emit("run.started", payloads.run_started(facts))
+        self._emit("run.started", {**asdict(facts), "command": list(facts.command)})
 
     @locked
     def suspected(self, report: NodeReport, incident: Incident) -> None:
@@ -200,7 +200,7 @@ class CheckpointJournal(EventJournal):
     def saved_last(self, facts: payloads.LastSave) -> None:
         """Record the result of the last save before an end, as evidence of its incident too."""
         severity = Severity.INFO if facts.fitted else Severity.WARNING
-        self._emit("checkpoint.flushed", payloads.last_save(facts), severity=severity)
+        self._emit("checkpoint.flushed", asdict(facts), severity=severity)
         self._last_save = (Evidence(role=Role.RECOVERY, text=facts.to_text(), entity=self._here),)
 
     @locked

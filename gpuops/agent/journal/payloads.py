@@ -103,16 +103,6 @@ def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
     return env.get("SLURM_JOB_ID") or None, int(restarts) if restarts.isdecimal() else 0
 
 
-def run_started(facts: RunFacts) -> Json:
-    """Return the payload of ``run.started``."""
-    return {**asdict(facts), "command": list(facts.command)}
-
-
-def last_save(facts: LastSave) -> Json:
-    """Return the payload of ``checkpoint.flushed``."""
-    return asdict(facts)
-
-
 def first_step(first: FirstStep, at_us: int) -> Json:
     """Return the payload of ``attempt.first_step``."""
     return {
@@ -172,9 +162,10 @@ def decision_made(
     Of many reports those of nodes with a failure have precedence; ``reports_total`` is the number
     of all.
     """
+    shown = [report.to_json() for report in _most_relevant(reports)]
     return {
         "decision": decision.to_json(),
-        "reports": [_report(report) for report in _most_relevant(reports)],
+        "reports": [{**body, "ends": body["ends"][:ENDS_MAX]} for body in shown],
         "reports_total": len(reports),
         "cluster": cluster_json(cluster),
         "history": [failure.to_json() for failure in history[-HISTORY_MAX:]],
@@ -214,11 +205,6 @@ def _most_relevant(reports: Sequence[NodeReport]) -> list[NodeReport]:
     quiet = (ReportKind.STOPPED, ReportKind.DONE)
     first = sorted(reports, key=lambda report: (report.kind in quiet, report.arrival))
     return sorted(first[:REPORTS_MAX], key=lambda report: report.arrival)
-
-
-def _report(report: NodeReport) -> Json:
-    body = report.to_json()
-    return {**body, "ends": body["ends"][:ENDS_MAX]}
 
 
 def first_exit_code(exits: Sequence[WorkerExit]) -> int | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gpuops.agent.journal.event_drafts import EventDraft
 from gpuops.agent.journal.payloads import NodeFacts, RunFacts
@@ -28,6 +28,9 @@ from gpuops.model import Event
 from gpuops.rules import LogRule
 from gpuops.store.events import new_event
 from gpuops.store.spool.record import QueuedRecorder, Recorder
+
+if TYPE_CHECKING:  # SQLAlchemy is imported late
+    from gpuops.store.spool.send import FlushReport
 
 log = logging.getLogger(__name__)
 
@@ -69,30 +72,13 @@ class AttemptKernelLog:
             return None
 
 
-class FlushSummary(Protocol):
-    """The part of the store's flush report that is used here."""
-
-    @property
-    def remaining(self) -> int: ...
-
-    @property
-    def note(self) -> str | None: ...
-
-
-Flush = Callable[[float], FlushSummary]
-
-
 class Flusher:
     """Calls *flush* (with its deadline in seconds) periodically, and once more at the end."""
 
-    def __init__(
-        self, flush: Flush, *, first_after_s: float = FIRST_AFTER_S, every_s: float = EVERY_S
-    ) -> None:
+    def __init__(self, flush: "Callable[[float], FlushReport]") -> None:
         self._flush = flush
-        self._first_after_s = first_after_s
-        self._every_s = every_s
         self._stop = threading.Event()
-        self._last: FlushSummary | None = None
+        self._last: FlushReport | None = None
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="gpuops-flusher", daemon=True)
         self._thread.start()
@@ -113,10 +99,10 @@ class Flusher:
         return f"{self._last.remaining} events wait in the spool: {self._last.note}"
 
     def _run(self) -> None:
-        wait_s = self._first_after_s
+        wait_s = FIRST_AFTER_S
         while not self._stop.wait(wait_s):
             self._flush_once()
-            wait_s = self._every_s
+            wait_s = EVERY_S
         self._flush_once()
 
     def _flush_once(self) -> None:
@@ -206,7 +192,7 @@ class NodeContext:
     node_facts: NodeFacts
     run_facts: Callable[[Path], RunFacts]
     make_recorder: Callable[[Path], Recorder]
-    flush: Callable[[float], FlushSummary]
+    flush: "Callable[[float], FlushReport]"
 
 
 class RunSession:

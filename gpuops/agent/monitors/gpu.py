@@ -13,7 +13,6 @@ indices count all GPUs of the node; they are used only where nothing else is kno
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
@@ -131,27 +130,22 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMonitorContext:
-    """The host of the monitor. *env* is the agent's: it names the job's GPUs."""
+def open_gpu_monitor(
+    env: Mapping[str, str], clock: Clock, *, root: Path = Path("/"), site_dir: Path | None = None
+) -> "GpuMonitor":
+    """Return a monitor of NVML events and the kernel log; starts two small processes.
 
-    node: str
-    env: Mapping[str, str]
-    root: Path = Path("/")
-    site_dir: Path | None = None
-
-
-def open_gpu_monitor(context: GpuMonitorContext, clock: Clock) -> "GpuMonitor":
-    """Return a monitor of NVML events and the kernel log; starts two small processes."""
+    *env* is the agent's: it names the job's GPUs.
+    """
     children = {
         source: WatchingChild(
             f"xid-{source.value}",
-            module_command("gpuops.host.xid_watch", source.value, str(context.root.absolute())),
-            context.env,
+            module_command("gpuops.host.xid_watch", source.value, str(root.absolute())),
+            env,
         )
         for source in XidSource
     }
-    return GpuMonitor(context, xid_catalogue(context.site_dir), clock, children)
+    return GpuMonitor(env, xid_catalogue(site_dir), clock, children)
 
 
 def xid_catalogue(site_dir: Path | None) -> Mapping[int, XidKind]:
@@ -171,12 +165,12 @@ class GpuMonitor(Monitor):
 
     def __init__(
         self,
-        context: GpuMonitorContext,
+        env: Mapping[str, str],
         catalogue: Mapping[int, XidKind],
         clock: Clock,
         sources: Mapping[XidSource, WatchingChild],
     ) -> None:
-        self._context = context
+        self._env = env
         self._catalogue = catalogue
         self._clock = clock
         self._sources = dict(sources)
@@ -205,7 +199,7 @@ class GpuMonitor(Monitor):
     def rank_gpus(self, local_ranks: Iterable[int]) -> dict[int, str]:
         """Return the UUID of the GPU of each of *local_ranks*, as far as it is known by now."""
         listed = self._gpus.get(XidSource.NVML)
-        return {} if listed is None else rank_gpus(self._context.env, local_ranks, listed)
+        return {} if listed is None else rank_gpus(self._env, local_ranks, listed)
 
     def begin(self, watched: MonitoredAttempt) -> None:
         """Watch a generation; earlier events are discarded."""
@@ -297,10 +291,10 @@ class GpuMonitor(Monitor):
         nvml, kernel = self._gpus.get(XidSource.NVML), self._gpus.get(XidSource.KERNEL)
         late = self._clock.mono_ns() - self._opened_ns >= NVML_S * 1e9
         if nvml is not None:
-            self._mine = job_gpus(self._context.env, nvml)
+            self._mine = job_gpus(self._env, nvml)
             self._update_own(nvml, self._mine)
         elif kernel is not None and (late or XidSource.NVML in self._over):
-            self._mine = job_gpus(self._context.env, kernel, whole_node=True)
+            self._mine = job_gpus(self._env, kernel, whole_node=True)
             self._update_own(kernel, self._mine)
         return self._mine is not None
 

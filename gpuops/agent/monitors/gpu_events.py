@@ -130,19 +130,6 @@ class GpuEvent:
     line: str = ""
 
     @property
-    def failure_class(self) -> FailureClass | None:
-        """Return the class of a failure of this GPU's worker that may follow."""
-        return self.fault.suggests
-
-    @property
-    def side(self) -> Side:
-        return self.fault.side
-
-    @property
-    def blames_node(self) -> bool:
-        return self.fault.blames_node
-
-    @property
     def text(self) -> str:
         """Return ``"Xid 79 (GPU has fallen off the bus) on GPU 3 (GPU-…), seen by NVML"``."""
         number = "a GPU" if self.index is None else f"GPU {self.index}"
@@ -160,18 +147,19 @@ class GpuEvent:
 
     def to_suspicion(self, node: str) -> Suspicion | None:
         """Return it as a suspicion of *node*, None where it explains no failure."""
-        if self.failure_class is None and not (self.fault.ends or self.blames_node):
+        fault = self.fault
+        if fault.suggests is None and not (fault.ends or fault.blames_node):
             return None
-        mild = SuspicionLevel.SUSPECT if self.blames_node else SuspicionLevel.NOTE
+        mild = SuspicionLevel.SUSPECT if fault.blames_node else SuspicionLevel.NOTE
         return Suspicion(
             entity=self.gpu,
-            failure_class=self.failure_class or FailureClass.GPU_DRIVER,
+            failure_class=fault.suggests or FailureClass.GPU_DRIVER,
             confidence=Confidence.CONFIRMED,
-            level=SuspicionLevel.END if self.fault.ends else mild,
+            level=SuspicionLevel.END if fault.ends else mild,
             source="gpu",
             why=self.text,
-            node=node if self.blames_node else None,
-            side=self.side,
+            node=node if fault.blames_node else None,
+            side=fault.side,
             kind=ReportKind.GPU_FAULT,
             since_ns=self.first_ns,
             last_ns=self.last_ns,

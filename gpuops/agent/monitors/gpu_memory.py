@@ -6,10 +6,8 @@ takes seconds, or forever with a broken driver; a worker that starts earlier run
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gpuops.host.clock import Clock
 from gpuops.host.process.watcher import WatchingChild, module_command
@@ -26,17 +24,6 @@ TOLERANCE_BYTES = 512 * 2**20
 # A driver that does not answer for longer is judged by the health check.
 SILENT_S = 15.0
 _SHOWN = 3
-
-
-class GpuMemorySource(Protocol):
-    """A source of lines; see `WatchingChild`."""
-
-    def take(self, lines_max: int) -> list[bytes]: ...
-
-    def close(self, wait_s: float = 0.0) -> None: ...
-
-    @property
-    def given_up(self) -> threading.Event: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +75,18 @@ class GpuMemoryGate:
 
     def __init__(
         self,
-        open_lines: Callable[[], GpuMemorySource],
+        open_lines: Callable[[], WatchingChild],
         clock: Clock,
-        *,
-        wait_max_s: float = WAIT_MAX_S,
     ) -> None:
         self._open_lines = open_lines
         self._clock = clock
-        self._wait_max_s = wait_max_s
+
         self._before: Mapping[str, int] | None = None
         self._now: Mapping[str, int] | None = None
         self._now_ns = 0
         self._started = False
         self._begun_ns = clock.mono_ns()
-        self._lines: GpuMemorySource | None = open_lines()
+        self._lines: WatchingChild | None = open_lines()
 
     def started(self) -> None:
         """Record the memory held before the first worker as not belonging to this run."""
@@ -137,7 +122,7 @@ class GpuMemoryGate:
         if self._now is None or self._now_ns < self._begun_ns:
             return self._without_answer(waited_s)
         held = self._leaked(uuids)
-        if held and waited_s < self._wait_max_s:
+        if held and waited_s < WAIT_MAX_S:
             return None
         return GpuMemoryRelease(released=not held, waited_s=waited_s, held=held)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpuops.agent.monitors.api import FleetMonitor, Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S
-from gpuops.agent.monitors.gpu import GpuMonitorContext, open_gpu_monitor
+from gpuops.agent.monitors.gpu import open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.control.client import ControlClient
@@ -50,10 +50,9 @@ class MonitorRegistry:
 
     def __init__(self, context: MonitorContext) -> None:
         self.hang = HangMonitor(context.clock, context.hang_timeout_s, context.env)
-        gpu = GpuMonitorContext(
-            node=context.node, env=context.env, root=context.root, site_dir=context.site_dir
+        self.gpu = open_gpu_monitor(
+            context.env, context.clock, root=context.root, site_dir=context.site_dir
         )
-        self.gpu = open_gpu_monitor(gpu, context.clock)
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
         self.fleet: tuple[FleetMonitor, ...] = ()  # on the leader
 

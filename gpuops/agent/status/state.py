@@ -92,18 +92,12 @@ class AgentState:
     checkpoint: CheckpointState | None = None  # None: none is kept in memory here
 
 
-def why_unhealthy(
-    state: AgentState,
-    now_ns: int,
-    *,
-    main_silent_s: float = MAIN_SILENT_S,
-    control_silent_s: float = CONTROL_SILENT_S,
-) -> list[str]:
+def why_unhealthy(state: AgentState, now_ns: int) -> list[str]:
     """Return the agent's problems at *now_ns*; none while both its threads are active."""
     found = []
     for what, seen_ns, limit_s in (
-        ("main loop", state.main_ns, main_silent_s),
-        ("control thread", state.control_ns, control_silent_s),
+        ("main loop", state.main_ns, MAIN_SILENT_S),
+        ("control thread", state.control_ns, CONTROL_SILENT_S),
     ):
         silent_s = (now_ns - seen_ns) / NS_PER_S
         if silent_s > limit_s:

@@ -8,7 +8,7 @@ import pytest
 from support.monitors import report_of, suspects_of
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
-from gpuops.agent.monitors.gpu import NVML_S, GpuMonitor, GpuMonitorContext, xid_catalogue
+from gpuops.agent.monitors.gpu import NVML_S, GpuMonitor, xid_catalogue
 from gpuops.host.clock import FakeClock
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.records import to_json
@@ -62,8 +62,7 @@ class Stand:
     def __init__(self, env=None, **begun):
         self.clock = FakeClock()
         self.lines = {source: Lines() for source in XidSource}
-        place = GpuMonitorContext(node="n1", env=env or {})
-        self.sentry: Monitor = GpuMonitor(place, CATALOGUE, self.clock, self.lines)
+        self.sentry: Monitor = GpuMonitor(env or {}, CATALOGUE, self.clock, self.lines)
         for source in begun.get("begun", XidSource):
             self.lines[source].say(gpus=[to_json(gpu) for gpu in gpus()])
         self.begin()

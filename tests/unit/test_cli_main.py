@@ -127,4 +127,4 @@ def test_a_home_that_may_not_be_read_is_a_warning(tmp_path):
 
     assert shown.returncode == 0, shown.stderr
     assert shown.stderr.count("\n") == 1
-    assert "may not look there" in shown.stderr
+    assert "may not read its directory" in shown.stderr

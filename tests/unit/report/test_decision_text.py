@@ -57,7 +57,7 @@ def test_a_decision_says_who_said_what_in_which_order_and_what_followed():
         "1. n2 reported workers failed (host_mem.sigkill_probable, at step 57): rank 1 was ended by"
         " SIGKILL; it blames the node 2. n1 reported stopped"
     ) in flat
-    assert "left out n2: Xid 79 on n2" in flat
+    assert "excluded n2: Xid 79 on n2" in flat
     assert "3 members, 3 alive; gone: n2; spare: s1" in flat
     assert "budget 2 failures counted, 3 restarts allowed, 1 left" in flat
     assert "site agreed (the site's own decision)" in flat

@@ -58,7 +58,7 @@ class CheckpointService:
         """Return the environment variables for the workers of the next generation."""
         return {KEEPER: OFF, **directory_env(self._directory)}
 
-    def holding(self) -> Json | None:
+    def inventory(self) -> Json | None:
         """Return the inventory that this node sends when it joins, None without a keeper."""
         return None
 
@@ -78,7 +78,7 @@ class CheckpointService:
         """
         return None
 
-    def said(self) -> Json | None:
+    def node_status(self) -> Json | None:
         """Return this node's status for a heartbeat, None where no script saves; never waits."""
         return None
 
@@ -88,7 +88,7 @@ class CheckpointService:
         Returns at once in a run of one node.
         """
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the keeper; takes less than a second."""
 
     def state(self) -> CheckpointState | None:

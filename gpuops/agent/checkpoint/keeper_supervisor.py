@@ -119,10 +119,10 @@ class KeeperSupervisor(CheckpointService):
         socket = OFF if keeper is None or not self._is_used else keeper.socket
         return {KEEPER: socket, **directory_env(self._directory)}
 
-    def said(self) -> Json | None:
+    def node_status(self) -> Json | None:
         return None if self._follower is None else self._follower.node_status()
 
-    def holding(self) -> Json | None:
+    def inventory(self) -> Json | None:
         follower, found, what = self._follower, None, "listing the checkpoints in memory"
         if follower is None:
             return None
@@ -190,7 +190,7 @@ class KeeperSupervisor(CheckpointService):
     def refusal(self, pause: Callable[[float], object]) -> str | None:
         return self._refusal(self._keeper.pid if self._keeper else None, pause)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the keeper; one that does not answer is not waited for."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             self._poll_locked()

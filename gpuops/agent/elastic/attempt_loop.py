@@ -158,7 +158,7 @@ class AttemptRunner:
         self._services.preflight.begin()
         ending.wind_down()
         self._read_heartbeats()
-        self._services.checkpoints.look()  # the newest safe step is a part of the report
+        self._services.checkpoints.poll()  # the newest safe step is a part of the report
         codes = self._codes()
         self._result = None
         journal = self._session.journal
@@ -259,7 +259,7 @@ class AttemptRunner:
         if not self._has_stepped and any(b.phase is _STEPPING for bs in beats.values() for b in bs):
             # What the ranks have resumed from belongs to the incident that this step ends.
             self._has_stepped = True
-            self._services.checkpoints.look()
+            self._services.checkpoints.poll()
         self._session.journal.beats(beats)
         self._services.step_tracker.feed(beats)
         self._services.monitors.feed(beats)

@@ -100,12 +100,12 @@ class EventJournal:
         self._emit("agent.rejoined", {"away_s": away_s})
 
     @locked
-    def board_lost(self, why: str) -> None:
+    def store_unreachable(self, why: str) -> None:
         """Record that the control store does not answer."""
         self._emit("board.lost", {"why": why}, severity=Severity.WARNING)
 
     @locked
-    def board_back(self, silent_s: float) -> None:
+    def store_back(self, silent_s: float) -> None:
         """Record that the control store answers again, after *silent_s*."""
         self._emit("board.back", {"silent_s": silent_s})
 

@@ -301,7 +301,7 @@ class RunJournal(CheckpointJournal):
         self._ended_by(incident_from_rendezvous, reason, attempt)
 
     @locked
-    def board_gone(self, reason: str) -> None:
+    def store_lost(self, reason: str) -> None:
         """Record that the run ends because its control store is lost."""
         self._ended_by(incident_from_lost_store, reason, self._attempt or 0)
 

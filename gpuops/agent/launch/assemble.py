@@ -264,8 +264,8 @@ def _control_threads(
         on_fence=lambda _silent_s: services.current.kill_workers(),
         running_generation=services.current.running_generation,
         heartbeat_payload=lambda: progress_of(services),
-        on_store_silent=lambda silent_s: journal.board_lost(f"silent for {silent_s:.1f} s"),
-        on_store_back=journal.board_back,
+        on_store_silent=lambda silent_s: journal.store_unreachable(f"silent for {silent_s:.1f} s"),
+        on_store_back=journal.store_back,
         wants_heartbeats=lambda: hang.is_suspicious,
         on_heartbeats=lambda found: hang.others_are_busy_for(busy_for_s(found, me.agent)),
     )
@@ -279,7 +279,7 @@ def _control_threads(
 
 
 def _join_payload(checkpoints: CheckpointService) -> Json:
-    held = checkpoints.holding()
+    held = checkpoints.inventory()
     return {} if held is None else {FIELD: held}
 
 

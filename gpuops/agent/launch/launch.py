@@ -291,7 +291,7 @@ def _supervise(agent: GpuopsAgent, prepared: LaunchContext, assembly: AssembledA
         ended = _record_excluded(str(exc), prepared, assembly)
     except ControlStoreLostError as exc:
         why = str(exc)
-        session.safely("recording the loss", lambda: session.journal.board_gone(why))
+        session.safely("recording the loss", lambda: session.journal.store_lost(why))
         ended = RunOutcome(exit_code=EXIT_REQUEUE, outcome="failed", reason=why)
     else:
         session.leads = assembly.services.control.record.decided_by == assembly.services.node

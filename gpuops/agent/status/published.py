@@ -24,7 +24,7 @@ def progress_of(parts: Services) -> Json:
     steps = [progress.last_step for progress in known if progress.last_step is not None]
     beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
     silent_s = (parts.clock.mono_ns() - max(beats_ns)) / 1e9 if beats_ns else None
-    step_s, saved = parts.step_tracker.step_s(), parts.checkpoints.said()
+    step_s, saved = parts.step_tracker.step_s(), parts.checkpoints.node_status()
     return {
         **({} if saved is None else {FIELD: saved}),
         "generation": attempt.generation,

@@ -89,10 +89,10 @@ def test_what_is_held_is_known_with_its_age(bench):
     bench.keeper.commit(7, epoch=2)
     bench.keeper.persisted = StateId(2, 4)
     bench.keeper.skipped = {"in_flight": 3}
-    bench.keeping.look()
+    bench.keeping.poll()
     since_ns = bench.clock.mono_ns()
     bench.clock.advance(10)
-    bench.keeping.look()
+    bench.keeping.poll()
 
     state = bench.keeping.state()
 
@@ -100,7 +100,7 @@ def test_what_is_held_is_known_with_its_age(bench):
     assert (state.committed, state.skipped, state.is_alive) == (1, {"in_flight": 3}, True)
     assert state.since_ns == since_ns
     bench.keeper.commit(7, epoch=3)  # the same step again, after a restart
-    bench.keeping.look()
+    bench.keeping.poll()
     assert bench.keeping.state().since_ns == bench.clock.mono_ns()
 
 
@@ -109,11 +109,11 @@ def test_only_what_this_generation_saved_is_new(bench):
     bench.keeping.begin(0, 1, None)
     assert bench.heard.states == [(5, False)]
     bench.keeper.commit(6)
-    bench.keeping.look()
-    bench.keeping.look()
+    bench.keeping.poll()
+    bench.keeping.poll()
     bench.keeping.begin(1, 1, None)
     bench.keeper.commit(6, epoch=1)
-    bench.keeping.look()
+    bench.keeping.poll()
 
     assert bench.heard.states == [(5, False), (6, True), (6, True)]
 
@@ -134,10 +134,10 @@ def test_a_keeper_that_dies_is_on_record_once_and_replaced_before_the_next_gener
     bench = Bench(first, second)
     bench.keeping.begin(0, 1, None)
     first.commit(9)
-    bench.keeping.look()
+    bench.keeping.poll()
     first.kill()
     for _ in range(3):
-        bench.keeping.look()
+        bench.keeping.poll()
 
     assert len(bench.heard.failures) == 1
     assert bench.heard.failures[0][1] == "the keeper does not answer"
@@ -158,7 +158,7 @@ def test_what_a_keeper_told_before_it_failed_in_the_same_look_is_on_record(bench
     bench.keeper.commit(9)
     client = bench.keeper.clients[0]
     client.status = lambda: client.close() or client.events()
-    bench.keeping.look()
+    bench.keeping.poll()
 
     assert [(event.kind, event.state) for event in bench.heard.events] == [
         ("committed", StateId(0, 9))
@@ -239,12 +239,12 @@ def test_who_looks_does_not_wait_for_a_keeper_that_does_not_answer():
     bench.keeping.open()
     wait_until(lambda: bench.heard.adopted, what="the start")
     bench.keeper.commit(5)
-    bench.keeping.look()
+    bench.keeping.poll()
     assert bench.keeping.state().step == 5
     bench.keeper.answers.clear()
     bench.keeper.commit(6)
     began_s = time.monotonic()
-    bench.keeping.look()
+    bench.keeping.poll()
     assert time.monotonic() - began_s < 20.0  # it would be given up after 30
     assert bench.keeping.state().step == 5
     bench.keeper.answers.set()
@@ -283,7 +283,7 @@ def test_a_keeper_that_cannot_be_started_stops_nobody_and_is_tried_again():
 def test_our_own_bug_is_recorded_and_goes_no_further(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.clients[0].events = lambda: 1 / 0
-    bench.keeping.look()
+    bench.keeping.poll()
 
     assert [what for what, _ in bench.heard.failures] == ["polling the keeper"]
 
@@ -292,7 +292,7 @@ def test_a_flush_says_whether_the_newest_state_fitted(bench):
     bench.keeping.begin(0, 1, None)
     assert bench.keeping.flush(5.0) is None  # nothing was ever committed
     bench.keeper.commit(12)
-    bench.keeping.look()
+    bench.keeping.poll()
 
     fitted = bench.keeping.flush(5.0)
     bench.keeper.commit(13)
@@ -408,7 +408,7 @@ def test_nobody_waits_for_a_node_that_cannot_write_or_comes_to_nothing(
     bench = Bench(keeper, follower=agreement, pause=lambda _s: bench.clock.advance(1.0))
     bench.keeping.begin(0, 2, None, roster=object())
     keeper.commit(11)
-    bench.keeping.look()
+    bench.keeping.poll()
     agreement.is_saving = True
     began_ns = bench.clock.mono_ns()
     bench.keeping.settle(600.0)
@@ -427,7 +427,7 @@ def test_nobody_waits_for_a_node_that_cannot_write_or_comes_to_nothing(
 def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)
-    bench.keeping.look()
+    bench.keeping.poll()
     client = bench.keeper.clients[0]
     client.flush = lambda _s: client.close() or client.status()
 
@@ -441,13 +441,13 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
 def test_looking_does_not_wait_for_a_long_flush(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)
-    bench.keeping.look()
+    bench.keeping.poll()
     bench.keeper.flush_may_go_on.clear()
     flushing = threading.Thread(target=bench.keeping.flush, args=(20.0,))
     flushing.start()
     assert bench.keeper.flushing.wait(10)
 
-    bench.keeping.look()
+    bench.keeping.poll()
     assert bench.keeping.state().step == 12
     second = bench.keeping.flush(0.1)
     bench.keeper.flush_may_go_on.set()
@@ -507,7 +507,7 @@ def test_one_that_does_not_end_is_left_to_its_lease(bench):
 def test_without_a_keeper_the_workers_hear_that_none_is_to_be_started():
     nothing = CheckpointService("/ckpt")
     nothing.begin(0, 1, None)
-    nothing.look()
+    nothing.poll()
     nothing.end(1.0)
     nothing.leave()
 

@@ -620,8 +620,8 @@ def test_a_fenced_agent_ends_its_attempt_and_what_still_ran_up(world):
     world.step(1)
     world.journal.fenced("no round trip to the board for 10.0 s")
     world.journal.rejoined(31.0)
-    world.journal.board_lost("connection refused")
-    world.journal.board_back(31.0)
+    world.journal.store_unreachable("connection refused")
+    world.journal.store_back(31.0)
     world.start(3)
     world.step(1)
 
@@ -651,7 +651,7 @@ def test_a_run_that_loses_its_board_has_an_incident_of_it():
     world = World()
     world.start(0)
     world.step(1)
-    world.journal.board_gone("no answer for 60 s")
+    world.journal.store_lost("no answer for 60 s")
 
     incidents = [payload for kind, _, payload in world.events if kind == "incident.recorded"]
     assert [i["failure_class"] for i in incidents] == ["launcher.store_lost"]

@@ -5,13 +5,14 @@ teardown; symptoms (a peer is gone, a collective timed out) are never the cause 
 exists (arXiv 2410.21680 §4 and the practice of torchelastic's "first observed failure").
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gpuops.incident import exception
-from gpuops.incident.classify import ClassifiedExit, ending_signal
-from gpuops.incident.kernel import KernelMatch
-from gpuops.model import Confidence, FailureClass, Role, Side
+from gpuops.incident.classify import ClassifiedExit, classify, ending_signal
+from gpuops.incident.kernel import KernelMatch, find_node_fault, node_remarks
+from gpuops.model import Confidence, FailureClass, Role, Side, WorkerExit
+from gpuops.rules import LogRule
 
 # From this share of ranks with the same exception on, it is the program's fault, not a machine's.
 SAME_EXCEPTION_SHARE = 0.9
@@ -43,6 +44,46 @@ class HostCause:
     blames_node: bool = False
     kernel: KernelMatch | None = None
     suspects: tuple[ClassifiedExit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedExits:
+    """The ends of one node's workers, classified once: report and incident derive from them.
+
+    ``exits`` are sorted, the likely causes first; ``remarks`` are lines of the kernel log that show
+    trouble with the node.
+    """
+
+    exits: tuple[ClassifiedExit, ...]
+    cause: HostCause
+    remarks: tuple[str, ...]
+
+    @property
+    def workers(self) -> tuple[WorkerExit, ...]:
+        """Return the ends as they were observed, by rank."""
+        return tuple(sorted((item.worker for item in self.exits), key=lambda one: one.rank))
+
+
+def judge_exits(
+    exits: Sequence[WorkerExit],
+    rules: Sequence[LogRule],
+    kernel_lines: Sequence[str] = (),
+    own_gpus: Collection[str] = (),
+) -> JudgedExits:
+    """Return what *exits* of one generation on one node say; their order does not matter.
+
+    Args:
+        exits: Every worker of the generation on this node.
+        rules: Log rules (worker and kernel).
+        kernel_lines: The kernel log around the end; empty if it may not be read.
+        own_gpus: The PCI addresses of the job's GPUs, as far as known.
+    """
+    found = sorted((classify(one, rules, kernel_lines) for one in exits), key=lambda v: v.sort_key)
+    return JudgedExits(
+        tuple(found),
+        find_cause(found, find_node_fault(kernel_lines, rules, own_gpus)),
+        node_remarks(kernel_lines, rules),
+    )
 
 
 def find_cause(exits: Sequence[ClassifiedExit], node_fault: KernelMatch | None) -> HostCause:

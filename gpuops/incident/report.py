@@ -1,16 +1,14 @@
 """From the worker exits of one generation on one node to its agent's report."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from gpuops.incident import kernel
-from gpuops.incident.cause import HostCause, find_cause
-from gpuops.incident.classify import ClassifiedExit, classify
+from gpuops.incident.cause import HostCause, JudgedExits
+from gpuops.incident.classify import ClassifiedExit
 from gpuops.incident.decision import TEXT_CHARS_MAX, NodeReport, RankEnd, ReportKind
 from gpuops.incident.evidence import rank_entity
 from gpuops.incident.incidents.worker_failure import describe_exit
 from gpuops.incident.signature import signature_of
 from gpuops.model import Entity, EntityKind, FailureClass, Role, Side, WorkerExit
-from gpuops.rules import LogRule
 from gpuops.scrub import scrub
 
 # Categories in which an exception of a worker blames its node: errors of the driver and the
@@ -21,42 +19,35 @@ _NO_UUIDS: Mapping[int, str] = {}
 
 
 def build_node_report(  # noqa: PLR0913  all that the agent knows of one generation
-    exits: Sequence[WorkerExit],
+    judged: JudgedExits,
     *,
     node: str,
     generation: int,
-    rules: Sequence[LogRule],
-    kernel_lines: Sequence[str] = (),
     kind: ReportKind = ReportKind.WORKERS_FAILED,
     gpu_uuids: Mapping[int, str] = _NO_UUIDS,
-    own_gpus: Collection[str] = (),
     checkpoint_step: int | None = None,
     has_stepped: bool | None = None,
 ) -> NodeReport:
-    """Return the report of *node* by *exits*; their order does not matter.
+    """Return the report of *node*.
 
-    WORKERS_FAILED without a failure among *exits* becomes STOPPED, or DONE if every worker exited
+    WORKERS_FAILED without a failure among the exits becomes STOPPED, or DONE if every worker exited
     with code 0. The node is blamed only by the kernel log or a driver error in an exception, never
     for an exception of the program or a SIGKILL. If no worker failed, only kernel lines about the
     job's own GPUs blame it.
 
     Args:
-        exits: Every worker of the generation on this node.
+        judged: The ends of all workers of the generation on this node.
         node: Its name.
         generation: 0-based.
-        rules: Log rules (worker and kernel).
-        kernel_lines: The kernel log around the failure; empty if it may not be read.
         kind: What the agent saw; for a hang or a GPU fault the monitor's report has the class.
         gpu_uuids: The GPU of each local rank, as far as known.
-        own_gpus: The PCI addresses of the job's GPUs, as far as known.
         checkpoint_step: The newest checkpoint known here.
-        has_stepped: Whether a rank here made a step; None: by the heartbeats in *exits*.
+        has_stepped: Whether a rank here made a step; None: by the heartbeats of the exits.
     """
-    exits_ = sorted((classify(w, rules, kernel_lines) for w in exits), key=lambda v: v.sort_key)
-    cause = find_cause(exits_, kernel.find_node_fault(kernel_lines, rules, own_gpus))
+    cause, exits = judged.cause, judged.workers
     failure_class = cause.failure_class
     return NodeReport(
-        kind=_report_kind(kind, cause, exits_),
+        kind=_report_kind(kind, cause, judged.exits),
         node=node,
         generation=generation,
         failure_class=failure_class,
@@ -68,7 +59,7 @@ def build_node_report(  # noqa: PLR0913  all that the agent knows of one generat
         has_stepped=_has_stepped(exits) if has_stepped is None else has_stepped,
         last_step=max((w.last_step for w in exits if w.last_step is not None), default=None),
         checkpoint_step=checkpoint_step,
-        ends=_rank_ends(cause, exits_, gpu_uuids),
+        ends=_rank_ends(cause, judged.exits, gpu_uuids),
         is_infrastructure=failure_class in _INFRASTRUCTURE or kind is ReportKind.START_FAILED,
     )
 

@@ -1,5 +1,6 @@
 """Ends of workers, built by hand: what an agent would have seen."""
 
+from gpuops.incident.cause import judge_exits
 from gpuops.incident.incidents.worker_failure import incident_from_exits
 from gpuops.model import WorkerExit
 from gpuops.resources import data_dir
@@ -76,14 +77,12 @@ def raised(rank, what="ValueError: bad batch", at_s=100.0, place="train.py", lin
 
 def incident_of(*exits, kernel_lines=(), detected_s=100.5, rules=RULES, attempt=0):
     return incident_from_exits(
-        exits,
+        judge_exits(exits, rules, kernel_lines),
         run_id=RUN,
         attempt=attempt,
         node=NODE,
-        rules=rules,
         detected_us=1_700_000_000_000_000 + round(detected_s * 1e6),
         detected_mono_ns=round(detected_s * S),
-        kernel_lines=kernel_lines,
     )
 
 

@@ -18,6 +18,7 @@ from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.budget import count_failures
+from gpuops.incident.cause import JudgedExits, judge_exits
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter, job_lines
 from gpuops.incident.report import build_node_report
@@ -136,7 +137,8 @@ class AttemptFinish:
         exits = self._workers.exits(self._services.node, journal.rank_progress, codes)
         xids = self._job_xids(exits)
         kernel_lines = job_lines(session.kernel_log.since_mark(), xids)
-        report = self._node_report(exits, kernel_lines, xids)
+        judged = self._judge(exits, kernel_lines, xids)
+        report = self._node_report(judged)
         reports = trigger if isinstance(trigger, tuple) else ()
         own = next((each for each in reports if each.node == report.node), None)
         if own is not None:
@@ -156,9 +158,7 @@ class AttemptFinish:
                 lambda: journal.attempt_interrupted(report, self._evidence),
             )
         else:
-            session.safely(
-                "recording the failure", lambda: self._failed(report, exits, kernel_lines)
-            )
+            session.safely("recording the failure", lambda: self._failed(report, judged))
 
     def _save_last(self, within_s: float) -> None:
         """Have the newest checkpoint persist; the others do not wait for that.
@@ -176,13 +176,25 @@ class AttemptFinish:
         left_s = (self._drain_ns - self._services.clock.mono_ns()) / NS_PER_S
         return max(left_s, LAST_SAVE_S_MIN)
 
-    def _node_report(
+    def _judge(
         self,
         exits: Sequence[WorkerExit],
         kernel_lines: Sequence[str] = (),
         xids: JobXidFilter | None = None,
-    ) -> NodeReport:
-        """Return what *exits* say of this node; without our judgement where that fails."""
+    ) -> JudgedExits:
+        """Return *exits* classified; none of them where that fails."""
+        session, own_gpus = self._services.session, () if xids is None else xids.addresses
+        judged = judge_exits((), ())
+
+        def judge() -> None:
+            nonlocal judged
+            judged = judge_exits(exits, session.rules, kernel_lines, own_gpus)
+
+        session.safely("judging the workers' ends", judge)
+        return judged
+
+    def _node_report(self, judged: JudgedExits) -> NodeReport:
+        """Return what the exits say of this node; without our judgement where that fails."""
         parts = self._services
         found = NodeReport(
             kind=ReportKind.WORKERS_FAILED if self._workers.has_failed else ReportKind.STOPPED,
@@ -193,18 +205,15 @@ class AttemptFinish:
         def judge() -> None:
             nonlocal found
             found = build_node_report(
-                exits,
+                judged,
                 node=parts.node,
                 generation=self._attempt.generation,
-                rules=parts.session.rules,
-                kernel_lines=kernel_lines,
                 gpu_uuids=parts.gpu_uuids(),
-                own_gpus=() if xids is None else xids.addresses,
                 checkpoint_step=parts.step_tracker.base_step,
             )
             found = explain(found, parts.monitors.poll(), parts.clock.mono_ns())
 
-        parts.session.safely("judging the workers' ends", judge)
+        parts.session.safely("reporting the workers' ends", judge)
         return found
 
     def _job_xids(self, exits: Sequence[WorkerExit]) -> JobXidFilter | None:
@@ -218,14 +227,11 @@ class AttemptFinish:
         self._services.session.safely("asking which GPUs are the job's", ask)
         return found
 
-    def _failed(
-        self, report: NodeReport, exits: Sequence[WorkerExit], kernel_lines: Sequence[str]
-    ) -> None:
+    def _failed(self, report: NodeReport, judged: JudgedExits) -> None:
         session = self._services.session
         incident = session.journal.attempt_failed(
-            exits,
+            judged,
             report=report,
-            kernel_lines=kernel_lines,
             evidence=self._evidence,
         )
         if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
@@ -239,7 +245,7 @@ class AttemptFinish:
         )
         self._file(
             replace(
-                self._node_report(exits),
+                self._node_report(self._judge(exits)),
                 kind=ReportKind.DONE,
                 failure_class=FailureClass.UNRESOLVED,
                 how="every worker here ended with exit code 0",

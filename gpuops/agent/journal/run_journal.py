@@ -37,6 +37,7 @@ from gpuops.agent.journal.open_incidents import (
 )
 from gpuops.agent.monitors.progress import AttemptProgress, RankProgress
 from gpuops.host.clock import Clock
+from gpuops.incident.cause import JudgedExits
 from gpuops.incident.decision import ClusterState, NodeReport, PastFailure, RestartDecision
 from gpuops.incident.incidents.cancelled import incident_from_cancel, incident_from_drain
 from gpuops.incident.incidents.cluster import merge_report
@@ -167,27 +168,25 @@ class RunJournal(CheckpointJournal):
     @locked
     def attempt_failed(
         self,
-        exits: Sequence[WorkerExit],
+        judged: JudgedExits,
         *,
         report: NodeReport,
-        kernel_lines: Sequence[str] = (),
         evidence: Sequence[Evidence] = (),
     ) -> Incident:
         """Record a failure on this node and its *report*; `decided` records the consequence."""
         generation = report.generation
         time = self._recovery_time(generation)
         incident = incident_from_exits(
-            exits,
+            judged,
             run_id=self._run_id,
             attempt=generation,
             node=self._node,
-            rules=self._rules,
             detected_us=self._wall_us(time.detected_ns),
             detected_mono_ns=time.detected_ns,
-            kernel_lines=kernel_lines,
         )
         incident = merge_report(incident, report)
         incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=time.lost_s())
+        exits = judged.workers
         drafts = [*self._exits(exits, Severity.ERROR), reported(report)]
         # A decision that did not wait for this node's report has already opened the incident.
         if not self._incident.is_about(generation):

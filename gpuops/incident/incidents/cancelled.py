@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpuops.errors import EXIT_REQUEUE
-from gpuops.incident.classify import classify, ending_signal
+from gpuops.incident.cause import JudgedExits, judge_exits
+from gpuops.incident.classify import ending_signal
 from gpuops.incident.evidence import rank_entity, scrub_and_clip, step_phrase
 from gpuops.incident.incidents.worker_failure import incident_from_exits
 from gpuops.incident.lifecycle import close, incident_id, with_action
@@ -63,16 +64,15 @@ def incident_from_cancel(  # noqa: PLR0913  all that the agent knows of the end
             by the same signal count as before it.
         kernel_lines: The kernel log around the end; empty if it may not be read.
     """
-    if _failed_before(signal_name, exits, rules, signal_seen_mono_ns):
+    judged = judge_exits(exits, rules, kernel_lines)
+    if _failed_before(signal_name, judged, signal_seen_mono_ns):
         failure = incident_from_exits(
-            exits,
+            judged,
             run_id=run_id,
             attempt=attempt,
             node=node,
-            rules=rules,
             detected_us=detected_us,
             detected_mono_ns=detected_mono_ns,
-            kernel_lines=kernel_lines,
         )
         return close(
             with_action(failure, ActionKind.STOP),
@@ -128,21 +128,18 @@ def _stop_text(exits: Sequence[WorkerExit]) -> str:
     return "the workers stopped after a step" if exits else "no worker ran"
 
 
-def _failed_before(
-    signal_name: str,
-    exits: Sequence[WorkerExit],
-    rules: Sequence[LogRule],
-    signal_seen_mono_ns: int | None,
-) -> bool:
+def _failed_before(signal_name: str, judged: JudgedExits, signal_seen_mono_ns: int | None) -> bool:
     """Return whether a worker failed on its own before any process got the signal."""
-    not_terminated = [worker for worker in exits if not worker.terminated]
-    received_ns = [w.seen_mono_ns for w in not_terminated if _got_same_signal(w, signal_name)]
+    received_ns, roots = [], []
+    for item in judged.exits:
+        if item.worker.terminated:
+            continue
+        if _got_same_signal(item.worker, signal_name):
+            received_ns.append(item.worker.seen_mono_ns)
+        elif item.role is Role.ROOT:
+            roots.append(item.failed_ns)
     if signal_seen_mono_ns is not None:
         received_ns.append(signal_seen_mono_ns)
-    classified = [
-        classify(w, rules) for w in not_terminated if not _got_same_signal(w, signal_name)
-    ]
-    roots = [item.failed_ns for item in classified if item.role is Role.ROOT]
     return bool(roots) and min(roots) < min(received_ns, default=min(roots) + 1)
 
 

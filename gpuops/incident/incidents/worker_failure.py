@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from gpuops.incident import exception, kernel
-from gpuops.incident.cause import HostCause, find_cause
-from gpuops.incident.classify import ClassifiedExit, classify, ending_signal
+from gpuops.incident import exception
+from gpuops.incident.cause import HostCause, JudgedExits
+from gpuops.incident.classify import ClassifiedExit, ending_signal
 from gpuops.incident.evidence import evidence_for, format_ranks, rank_entity, step_phrase
 from gpuops.incident.lifecycle import incident_id
 from gpuops.model import (
@@ -15,43 +15,36 @@ from gpuops.model import (
     Incident,
     IncidentState,
     Role,
-    WorkerExit,
 )
-from gpuops.rules import LogRule
 from gpuops.scrub import scrub
 
 MESSAGE_CHARS = 120
 
 
-def incident_from_exits(  # noqa: PLR0913  all that the agent knows of the failure
-    exits: Sequence[WorkerExit],
+def incident_from_exits(
+    judged: JudgedExits,
     *,
     run_id: str,
     attempt: int,
     node: str,
-    rules: Sequence[LogRule],
     detected_us: int,
     detected_mono_ns: int,
-    kernel_lines: Sequence[str] = (),
 ) -> Incident:
     """Return the incident that ended *attempt*, as this node saw it.
 
-    The order of *exits* does not matter. A worker that its agent ended is never a culprit. Without
-    a failure among *exits* the incident is unresolved, with authority 0: without an incident the
-    failure would be missing from all failure rates.
+    A worker that its agent ended is never a culprit. Without a failure of a worker the incident is
+    unresolved, with authority 0: without an incident the failure would be missing from all failure
+    rates.
 
     Args:
-        exits: Every worker of the attempt on this node.
+        judged: The ends of all workers of the attempt on this node.
         run_id: The run.
         attempt: 0-based.
         node: This node.
-        rules: Log rules (worker and kernel).
         detected_us: When the agent decided that the attempt had failed, epoch µs.
         detected_mono_ns: The same moment on this host's monotonic clock.
-        kernel_lines: The kernel log around the failure; empty if it may not be read.
     """
-    classified = sorted((classify(w, rules, kernel_lines) for w in exits), key=lambda v: v.sort_key)
-    cause = find_cause(classified, kernel.find_node_fault(kernel_lines, rules))
+    classified, cause = judged.exits, judged.cause
     return Incident(
         id=incident_id(run_id, attempt),
         failure_class=cause.failure_class,
@@ -65,7 +58,7 @@ def incident_from_exits(  # noqa: PLR0913  all that the agent knows of the failu
         attempt=attempt,
         culprits=_culprits(cause, node),
         culprit_how=cause.how,
-        evidence=evidence_for(cause, classified, node, kernel.node_remarks(kernel_lines, rules)),
+        evidence=evidence_for(cause, classified, node, judged.remarks),
         authority=cause.authority,
     )
 

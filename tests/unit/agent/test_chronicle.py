@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 from support.decisions import cluster, decision, failure, report, stopped
+from support.exits import RULES
 
 from gpuops.agent.journal.payloads import AttemptFacts, LastSave
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
+from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import ReportKind, RunAction
 from gpuops.model import ActionKind, Confidence, Evidence, FailureClass, Incident, Role, WorkerExit
 from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
@@ -77,7 +79,7 @@ class World:
         """File what happened here: noticed a quarter of a second after the kill."""
         exits = self.killed()
         self.journal.attempt_failed(
-            exits, report=report(self.node, generation=self.ordinal, **changes)
+            judge_exits(exits, RULES), report=report(self.node, generation=self.ordinal, **changes)
         )
 
     def fail(self, verdict=RunAction.RESTART, **changes):
@@ -513,7 +515,9 @@ def test_a_hang_is_told_as_the_report_has_it(world):
     )
     exits = [replace(worker, terminated=True, signal="SIGTERM") for worker in world.killed()]
     stack = Evidence(role=Role.CONFIRMATION, text="stack of rank 1", lines=("train.py:7",))
-    incident = world.journal.attempt_failed(exits, report=hang, evidence=[stack])
+    incident = world.journal.attempt_failed(
+        judge_exits(exits, RULES), report=hang, evidence=[stack]
+    )
 
     assert incident.title == "workers on n1 made no progress: rank 1 is 3 steps behind"
     assert incident.authority == 2
@@ -526,7 +530,7 @@ def test_workers_that_could_not_be_started_are_a_failure_of_their_generation(wor
     world.fail()
     world.clock.advance(2.0)
     refused = report("n1", ReportKind.START_FAILED, 1, how="no such program", ends=(), culprits=())
-    world.journal.attempt_failed([], report=refused)
+    world.journal.attempt_failed(judge_exits([], RULES), report=refused)
     world.journal.decided(decision(refused, generation=1), (refused,), cluster("n1"), by_us=True)
     world.clock.advance(1.0)
     world.start(2)

@@ -4,12 +4,14 @@ import threading
 import time
 
 from support.decisions import report
+from support.exits import RULES
 from support.recorders import ListRecorder
 
 from gpuops.agent.journal.payloads import NodeFacts
 from gpuops.agent.journal.session import NodeContext, RunSession
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.host.clock import FakeClock
+from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import ReportKind
 
 NODE = NodeFacts(boot_id="b", boot_us=None, kernel="6", driver=None, gpuops_version="0")
@@ -102,7 +104,7 @@ def test_an_agent_that_does_not_lead_closes_what_it_reported(tmp_path):
     recorder = ListRecorder()
     made = session(tmp_path, recorder)
     refused = report("n1", ReportKind.START_FAILED, how="no such program", ends=(), culprits=())
-    made.journal.attempt_failed([], report=refused)
+    made.journal.attempt_failed(judge_exits([], RULES), report=refused)
     made.close("failed", 1, "")
 
     assert [p["state"] for p in payloads(recorder, "incident.recorded")] == ["open", "closed"]

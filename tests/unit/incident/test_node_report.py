@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.exits import NODE, PEER_CLOSED, RULES, finished, killed, raised, terminated, worker
 
+from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import EXITS_MAX, NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter, job_lines
 from gpuops.incident.report import build_node_report
@@ -22,8 +23,9 @@ PORT = (
 
 
 def reported(*exits, **changes):
-    fields = {"node": NODE, "generation": 3, "rules": RULES}
-    return build_node_report(exits, **{**fields, **changes})
+    seen = {k: changes.pop(k) for k in ("kernel_lines", "own_gpus") if k in changes}
+    judged = judge_exits(exits, changes.pop("rules", RULES), **seen)
+    return build_node_report(judged, **{"node": NODE, "generation": 3, **changes})
 
 
 def names(report):

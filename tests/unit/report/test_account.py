@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.decisions import cluster, decision, report
 from support.draws import draws
-from support.exits import NODE, RUN, S, incident_of, killed
+from support.exits import NODE, RULES, RUN, S, incident_of, killed
 from support.history import a_killed_run, attempt_row, record_run, run_row, us
 from support.recorders import ListRecorder
 
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
+from gpuops.incident.cause import judge_exits
 from gpuops.report.time_breakdown import LOST_PHASES, TimePhase, break_down_run
 from gpuops.store.engine import memory_store
 from gpuops.store.events import new_event
@@ -172,7 +173,7 @@ def tell_a_run(recorder, clock):
             end = killed(0, at_s=clock.mono_ns() / S)
             clock.advance(0.25)
             told = report(NODE, generation=ordinal)
-            chronicle.attempt_failed([end], report=told)
+            chronicle.attempt_failed(judge_exits([end], RULES), report=told)
             clock.advance(0.125)
             made = decision(told, generation=ordinal)
             chronicle.decided(made, (told,), cluster(NODE), by_us=True)

@@ -6,13 +6,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.decisions import cluster, decision, report, stopped
 from support.draws import draws
-from support.exits import NODE, RUN, S, killed
+from support.exits import NODE, RULES, RUN, S, killed
 from support.history import record_run, run_row
 from support.recorders import ListRecorder
 
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.host.clock import FakeClock
+from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import ReportKind, RunAction
 from gpuops.report.time_breakdown import LOST_PHASES, TimePhase, break_down_run
 from gpuops.store.engine import memory_store
@@ -108,7 +109,7 @@ class Story:
             self.journal.mark("stopped")
             told = report(NODE, generation=self.generation)
             at_s = self.clock.mono_ns() / S
-            self.journal.attempt_failed([killed(0, at_s=at_s)], report=told)
+            self.journal.attempt_failed(judge_exits([killed(0, at_s=at_s)], RULES), report=told)
             self.wait()
             self.decide(told, verdict, by_us=True)
         else:
@@ -131,7 +132,7 @@ class Story:
         event("not started")
         self.wait()
         told = report(NODE, ReportKind.START_FAILED, self.generation, ends=(), culprits=())
-        self.journal.attempt_failed([], report=told)
+        self.journal.attempt_failed(judge_exits([], RULES), report=told)
         self.wait()
         self.decide(told, RunAction.RESTART, by_us=True)
 

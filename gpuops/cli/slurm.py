@@ -12,11 +12,11 @@ import click
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK
-from gpuops.gate.health_check import check_health, follow_up, publish_drain
+from gpuops.gate.health_check import FindScontrol, check_health, follow_up, publish_drain
 from gpuops.gate.hook import GateResult, HookContext, run_hook, within_shipped_deadline
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
 from gpuops.gate.permit import DrainPermitClient
-from gpuops.gate.record import RecordOptions
+from gpuops.gate.record import record_options
 from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
@@ -24,7 +24,7 @@ from gpuops.host.trust import current_uid
 from gpuops.model import Status
 from gpuops.resources import data_dir
 from gpuops.slurm.env import HookJob, job_of
-from gpuops.slurm.scontrol import Scontrol, find_scontrol
+from gpuops.slurm.scontrol import find_scontrol
 
 verdict_option = click.option(
     "--verdict",
@@ -145,8 +145,8 @@ def _hook_context(
     ctx: click.Context, hook: str, job: HookJob | None = None, suite: str | None = None
 ) -> HookContext:
     job = HookJob() if job is None else job
-    settings, env = settings_of(ctx), environ()
-    node = node_name(env)
+    settings = settings_of(ctx)
+    node = node_name(environ())
     request = CheckRequest(
         suite=suite or hook,
         node=node,
@@ -162,13 +162,14 @@ def _hook_context(
         job_id=job.id,
     )
     plan = make_plan(request)
+    config_file = (ctx.find_root().obj or {}).get("config_file")
     return HookContext(
         hook=hook,
         job_id=job.id,
         job_uid=job.uid,
         plan=within_shipped_deadline(plan, hook),
         gate=_gate_settings(settings, node),
-        options=_record_context(ctx, settings, env),
+        options=record_options(settings, config_file, settings.state_dir),
         clock=SystemClock(),
         pause=time.sleep,
     )
@@ -190,27 +191,7 @@ def _gate_settings(settings: Settings, node: str) -> DrainPermitClient:
     )
 
 
-def _record_context(ctx: click.Context, settings: Settings, env: dict[str, str]) -> RecordOptions:
-    named = (ctx.find_root().obj or {}).get("config_file")
-    return RecordOptions(
-        spool_dir=settings.spool_dir,
-        spool_bytes_max=settings.spool_bytes_max,
-        root=settings.root,
-        config_file=Path(named).absolute() if named else None,
-        environ=env,
-        state_dir=settings.state_dir if current_uid() == 0 else None,
-    )
-
-
-class _ScontrolFinder:
-    """Finds scontrol when it is needed: a prolog needs none."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def __call__(self) -> Scontrol:
-        return find_scontrol(environ(), self._settings.slurm_bin_dir)
-
-
-def _scontrol(ctx: click.Context) -> _ScontrolFinder:
-    return _ScontrolFinder(settings_of(ctx))
+def _scontrol(ctx: click.Context) -> FindScontrol:
+    """Return what finds scontrol when it is needed: a prolog needs none."""
+    settings = settings_of(ctx)
+    return lambda: find_scontrol(environ(), settings.slurm_bin_dir)

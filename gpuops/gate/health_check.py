@@ -139,9 +139,7 @@ def _count_pass(recorded: DrainRecord, health: HealthContext, *, healthy: bool) 
         kept = replace(recorded, passes=passes, stage=DrainStage.SET.value, kept=why)
         health.save(kept)
         return NodeActionResult(
-            NodeAction.NOTHING if recorded.kept else NodeAction.KEPT,
-            f"still drained: {why}",
-            kept,
+            NodeAction.NOTHING if recorded.kept else NodeAction.KEPT, f"still drained: {why}", kept
         )
     health.save(None)
     return NodeActionResult(NodeAction.RESUMED, f"{passes} health checks passed in a row", recorded)

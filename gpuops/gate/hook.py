@@ -202,10 +202,7 @@ def save_drain(
     question = f"drain record {gate.state_dir}"
     try:
         probe.ask(
-            lambda: write_drain(gate.state_dir, drain),
-            write_s,
-            question=question,
-            left=abandoned(),
+            lambda: write_drain(gate.state_dir, drain), write_s, question=question, left=abandoned()
         )
     except ProbeError as exc:
         return f"gpuops: {exc}"

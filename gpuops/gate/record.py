@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.checks.core.runner import CheckRun
+from gpuops.config.resolve import Settings, environ
 from gpuops.errors import ProbeError
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.clock import Clock
@@ -23,6 +24,7 @@ from gpuops.host.process.command import spawn_detached
 from gpuops.host.process.inspect import process_state
 from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import to_json
+from gpuops.host.trust import current_uid
 from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.log import printable
@@ -56,6 +58,18 @@ class RecordOptions:
     environ: dict[str, str]
     state_dir: Path | None = None
     uid: int = 0
+
+
+def record_options(settings: Settings, config_file: str | None, state_dir: Path) -> RecordOptions:
+    """Return where a command with *settings* records; *config_file*: of its command line."""
+    return RecordOptions(
+        spool_dir=settings.spool_dir,
+        spool_bytes_max=settings.spool_bytes_max,
+        root=settings.root,
+        config_file=Path(config_file).absolute() if config_file else None,
+        environ=environ(),
+        state_dir=state_dir if current_uid() == 0 else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,10 +166,7 @@ class CheckPlan:
         """
         request = self.request
         selector = ProfileSelector(
-            profiles=self.profiles,
-            node=request.node,
-            named=request.profile,
-            remembered=remembered,
+            profiles=self.profiles, node=request.node, named=request.profile, remembered=remembered
         )
         selector.first()
         return selector

@@ -262,7 +262,7 @@ def test_text_from_the_kernel_cannot_drive_the_terminal(node):
         (["--sweet"], "No such option"),
         (["--only", "memroy*"], "there is no check 'memroy*'"),
         (["--suite", "followup", "--only", "memory"], "does not run the check 'memory'"),
-        (["--gpus", "first"], "'first' is no GPU; name auto, all, or indices"),
+        (["--gpus", "first"], "'first' is not a GPU; use auto, all, or indices"),
         (["--job", "latest"], "the id of a Slurm job is a number"),
         (["--list", "--explain", "memory"], "--list and --explain exclude each other"),
         (["--list", "--nagios"], "check nothing; leave out --nagios"),

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile, TextExpectation
 from gpuops.errors import ConfigError
 from gpuops.host.node_state import Counters, DriverHang, Repair, Strikes
-from gpuops.model import Entity, FailureClass, Finding, Status
+from gpuops.model import Entity, FailureClass, Finding, Status, UnknownReason
 
 F = TypeVar("F")
 P = TypeVar("P")
@@ -226,7 +226,7 @@ def _limits(parameters: object) -> Iterator[tuple[str, CheckLimit]]:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What a finding is about: the check, the entity, and the unit of its number."""
 
@@ -236,7 +236,13 @@ class Subject:
     unit: str | None = None
 
     def compared(
-        self, status: Status, value: float | str | None, threshold: str, source: str, message: str
+        self,
+        status: Status,
+        value: float | str | None,
+        threshold: str,
+        source: str,
+        message: str,
+        unknown: UnknownReason | None = None,
     ) -> Finding:
         """Return the finding about *value*, which was compared with *threshold*."""
         return Finding(
@@ -249,6 +255,7 @@ class Subject:
             source=source,
             message=message,
             failure_class=None if status is Status.PASS else self.failure_class,
+            unknown_reason=unknown,
         )
 
     def below(
@@ -267,6 +274,13 @@ class Subject:
         shown = value if digits is None else round(value, digits)
         text = limit.text("<", unit)
         return self.compared(limit.ceiling(value), shown, text, limit.source, message)
+
+
+def not_judged(check: str, entity: Entity, message: str, reason: UnknownReason) -> Finding:
+    """Return the finding of a check that could not be judged, for *reason*."""
+    return Finding(
+        check=check, entity=entity, status=Status.UNKNOWN, message=message, unknown_reason=reason
+    )
 
 
 def in_gb(size: NumberExpectation | None) -> NumberExpectation | None:

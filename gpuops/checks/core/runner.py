@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuops.checks.core.check import JudgeContext, Probe, ProbeContext
+from gpuops.checks.core.check import JudgeContext, Probe, ProbeContext, not_judged
 from gpuops.checks.core.probes import ProbeResult, ProfileChooser, by_probe, collect
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ConfigError, ProbeError
@@ -18,7 +18,7 @@ from gpuops.host.clock import Clock
 from gpuops.host.node_state import BootMoment
 from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import from_json
-from gpuops.model import Entity, Finding, Json, Status, UnknownReason
+from gpuops.model import Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
 
 OnFinding = Callable[[Iterable[Finding]], None]
@@ -154,7 +154,7 @@ class _Judged:
         check = planned.check
         if isinstance(facts, ProbeError):
             reason = UnknownReason(facts.reason)
-            findings = [_unknown(check.name, context.node, str(facts), reason)]
+            findings = [not_judged(check.name, context.node, str(facts), reason)]
             if reason is UnknownReason.CRASH:
                 notes = "".join(getattr(facts, "__notes__", ()))
                 what = f"probe of check {check.name}"
@@ -181,7 +181,7 @@ class _Judged:
             what = f"judge of check {check.name}"
             self.failures[check.name] = CheckFailure(what, error, traceback.format_exc())
             text = f"a bug in gpuops, not a fault of the node: {error}"
-            return [_unknown(check.name, context.node, text, UnknownReason.CRASH)]
+            return [not_judged(check.name, context.node, text, UnknownReason.CRASH)]
 
 
 def _counters(planned: PlannedCheck, facts: Any) -> Mapping[str, float]:  # noqa: ANN401 as above
@@ -209,9 +209,3 @@ def _facts(probe: Probe[Any], result: ProbeResult) -> Any:  # noqa: ANN401 facts
         return from_json(probe.facts, result.facts, f"the facts of {probe.name!r}")
     except (ConfigError, ValueError) as exc:
         return ProbeError(f"the probe returned facts of another form: {exc}", UnknownReason.CRASH)
-
-
-def _unknown(check: str, node: Entity, message: str, reason: UnknownReason) -> Finding:
-    return Finding(
-        check=check, entity=node, status=Status.UNKNOWN, message=message, unknown_reason=reason
-    )

@@ -21,6 +21,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "nvlink"
+_CALLS = ("nvmlDeviceGetNvLinkState", "NVML_FI_DEV_NVLINK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
     a machine has no peer to link to, and one that is divided (MIG) does not use its links.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, facts, context),
-        _summary,
-        ("nvmlDeviceGetNvLinkState", "NVML_FI_DEV_NVLINK"),
+        _NAME, facts, context, lambda gpu: _judge(gpu, facts, context), _summary, _CALLS
     )
 
 

@@ -21,6 +21,7 @@ from gpuops.host.nvml.facts import NvLink, NvmlGpu
 from gpuops.model import FailureClass, Finding
 
 _NAME = "nvlink_errors"
+_CALLS = ("NVML_FI_DEV_NVLINK",)
 _beyond = partial(beyond, failure_class=FailureClass.GPU_NVLINK, unit="errors/h")
 
 _KINDS: dict[str, Callable[[NvLink], int | None]] = {
@@ -49,12 +50,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     A link has two ends: the fault may be at the other end.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters, context),
-        _summary,
-        ("NVML_FI_DEV_NVLINK",),
+        _NAME, facts, context, lambda gpu: _judge(gpu, parameters, context), _summary, _CALLS
     )
 
 

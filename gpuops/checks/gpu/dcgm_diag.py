@@ -1,7 +1,7 @@
 """What does NVIDIA's own diagnostic report, for every entity and with every error?"""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -9,6 +9,7 @@ from gpuops.checks.core.check import (
     Probe,
     ProbeContext,
     Subject,
+    not_judged,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -52,20 +53,18 @@ def judge(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) 
     and the others warn. An older DCGM reports no severity: then a failed test fails, except those
     of the installation. Errors count even in tests that DCGM reports as passed.
     """
-    subject = Subject(
-        check="dcgm_diag", entity=context.node, failure_class=FailureClass.GPU_DIAGNOSTIC
-    )
+    subject = Subject("dcgm_diag", context.node, FailureClass.GPU_DIAGNOSTIC)
     if not facts.installed:
         return [skipped(subject, "dcgmi is not installed")]
     if not any(result.status for result in facts.results):
         why = facts.error or f"no test ran (exit code {facts.exit_code})"
-        return [_unknown(context, why, UnknownReason.NOT_SUPPORTED)]
+        return [not_judged("dcgm_diag", context.node, why, UnknownReason.NOT_SUPPORTED)]
     findings: list[Finding] = []
     for result in facts.results:
         findings += _judge_result(result, parameters, context)
     findings = list(dict.fromkeys(findings))
     if facts.error is not None:
-        findings.append(_unknown(context, facts.error, UnknownReason.CRASH))
+        findings.append(not_judged("dcgm_diag", context.node, facts.error, UnknownReason.CRASH))
     return findings or [_no_errors(facts, parameters, context)]
 
 
@@ -90,22 +89,14 @@ def _status(result: DcgmResult, error: DcgmError | None) -> Status:
 def _finding(
     context: JudgeContext, status: Status, result: DcgmResult, error: DcgmError | None
 ) -> Finding:
-    text, code, severity = "no reason given", None, None
-    if error is not None:
-        text, code = error.text or text, error.code
-        severity = SEVERITIES.get(error.severity or 0, str(error.severity))
-    detail = f" [error {code}, {severity}]" if code is not None else ""
-    return Finding(
-        check="dcgm_diag",
-        entity=context.node,
-        status=status,
-        value=result.status if code is None else code,
-        unit=None if code is None else "DCGM error",
-        threshold="pass",
-        source=_SOURCE,
-        message=f"{result.entity}, test {result.test}: {text}{detail}",
-        failure_class=FailureClass.GPU_DIAGNOSTIC,
-    )
+    subject = Subject("dcgm_diag", context.node, FailureClass.GPU_DIAGNOSTIC)
+    text = f"{result.entity}, test {result.test}: {(error and error.text) or 'no reason given'}"
+    if error is None or error.code is None:
+        return subject.compared(status, result.status, "pass", _SOURCE, text)
+    severity = SEVERITIES.get(error.severity or 0, str(error.severity))
+    text += f" [error {error.code}, {severity}]"
+    about = replace(subject, unit="DCGM error")
+    return about.compared(status, error.code, "pass", _SOURCE, text)
 
 
 def _no_errors(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeContext) -> Finding:
@@ -116,34 +107,16 @@ def _no_errors(facts: DcgmDiagnostic, parameters: Parameters, context: JudgeCont
     version = f" (DCGM {facts.version})" if facts.version else ""
     text = f"level {parameters.level}{version}: {tests} tests passed, {len(skipped_ones)} skipped"
     if not passed:
-        return _unknown(context, f"{text}: nothing was tested", UnknownReason.NOT_SUPPORTED)
+        text += ": nothing was tested"
+        return not_judged("dcgm_diag", context.node, text, UnknownReason.NOT_SUPPORTED)
     if facts.exit_code == 0 or parameters.ignore:
         status = Status.PASS
     else:
         status = Status.FAIL if facts.exit_code == _ISOLATE_ADVISED else Status.WARN
         what = {_TEST_FAILED: ", a test failed", _ISOLATE_ADVISED: ", isolation is advised"}
         text += f", yet it exited with {facts.exit_code}{what.get(facts.exit_code or 0, '')}"
-    return Finding(
-        check="dcgm_diag",
-        entity=context.node,
-        status=status,
-        value=facts.exit_code,
-        unit="exit code",
-        threshold="= 0",
-        source="DCGM, dcgmReturn_t",
-        message=text,
-        failure_class=None if status is Status.PASS else FailureClass.GPU_DIAGNOSTIC,
-    )
-
-
-def _unknown(context: JudgeContext, message: str, reason: UnknownReason) -> Finding:
-    return Finding(
-        check="dcgm_diag",
-        entity=context.node,
-        status=Status.UNKNOWN,
-        message=message,
-        unknown_reason=reason,
-    )
+    subject = Subject("dcgm_diag", context.node, FailureClass.GPU_DIAGNOSTIC, "exit code")
+    return subject.compared(status, facts.exit_code, "= 0", "DCGM, dcgmReturn_t", text)
 
 
 def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:
@@ -160,11 +133,7 @@ CHECK = Check(
     about="NVIDIA's DCGM diagnostic, where installed: every entity, every error",
     # Exclusive use of the GPUs: its own processes must not look like leftovers.
     probe=Probe(
-        "dcgm",
-        DcgmDiagnostic,
-        _read,
-        locks=frozenset({"gpus"}),
-        sources=("dcgmi diag -j",),
+        "dcgm", DcgmDiagnostic, _read, locks=frozenset({"gpus"}), sources=("dcgmi diag -j",)
     ),
     parameters=Parameters,
     judge=judge,

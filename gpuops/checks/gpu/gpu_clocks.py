@@ -19,6 +19,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_clocks"
+_CALLS = ("nvmlDeviceGetApplicationsClock", "nvmlDeviceGetMaxClockInfo")
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
@@ -28,12 +29,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
     judged: an idle GPU runs slowly.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, facts, context),
-        _summary,
-        ("nvmlDeviceGetApplicationsClock", "nvmlDeviceGetMaxClockInfo"),
+        _NAME, facts, context, lambda gpu: _judge(gpu, facts, context), _summary, _CALLS
     )
 
 

@@ -19,6 +19,11 @@ from gpuops.host.nvml.facts import EccErrors, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_ecc"
+_CALLS = (
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetMemoryErrorCounter",
+    "nvmlDeviceGetSramEccErrorStatus",
+)
 _beyond = partial(beyond, failure_class=FailureClass.GPU_ECC_UNCORRECTABLE)
 
 
@@ -39,18 +44,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
 
     The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) always fails.
     """
-    return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters),
-        _summary,
-        (
-            "nvmlDeviceGetTotalEccErrors",
-            "nvmlDeviceGetMemoryErrorCounter",
-            "nvmlDeviceGetSramEccErrorStatus",
-        ),
-    )
+    return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
 
 def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
@@ -91,9 +85,7 @@ def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     flags = sum(gpu.ecc.sram_threshold_exceeded is None for gpu in gpus)
     unknown = f"; {flags} do not report the SRAM flag" if flags else ""
     return GpuVerdict(
-        message=f"no uncorrected memory error on {counted(gpus)}{unknown}",
-        value=0,
-        unit="errors",
+        message=f"no uncorrected memory error on {counted(gpus)}{unknown}", value=0, unit="errors"
     )
 
 

@@ -20,6 +20,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_ecc_corrected"
+_CALLS = ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMemoryErrorCounter")
 _AGGREGATE = "aggregate"
 _VOLATILE = "volatile"
 
@@ -43,7 +44,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
         context,
         lambda gpu: _judge(gpu, parameters.per_day, context),
         _summary,
-        ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMemoryErrorCounter"),
+        _CALLS,
     )
 
 

@@ -18,6 +18,7 @@ from gpuops.host.nvml.facts import Fabric, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_fabric"
+_CALLS = ("nvmlDeviceGetGpuFabricInfo",)
 
 # nvml.h: NVML_GPU_FABRIC_STATE_*, nvmlGpuFabricInfo_t.
 _NOT_SUPPORTED, _COMPLETED = 0, 3
@@ -61,12 +62,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     them without a switch, and a GPU that is divided (MIG) needs no fabric.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters, facts, context),
-        _summary,
-        ("nvmlDeviceGetGpuFabricInfo",),
+        _NAME, facts, context, lambda gpu: _judge(gpu, parameters, facts, context), _summary, _CALLS
     )
 
 

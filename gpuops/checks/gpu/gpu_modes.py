@@ -10,6 +10,12 @@ from gpuops.host.nvml.facts import Modes, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_modes"
+_CALLS = (
+    "nvmlDeviceGetEccMode",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetPersistenceMode",
+    "nvmlDeviceGetComputeMode",
+)
 
 # nvml.h, nvmlComputeMode_t. 1 (exclusive thread) is no longer supported.
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
@@ -22,17 +28,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
     persistence that is off warn: a driver that unloads when idle takes seconds to start again.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu.modes, context.profile),
-        _summary,
-        (
-            "nvmlDeviceGetEccMode",
-            "nvmlDeviceGetMigMode",
-            "nvmlDeviceGetPersistenceMode",
-            "nvmlDeviceGetComputeMode",
-        ),
+        _NAME, facts, context, lambda gpu: _judge(gpu.modes, context.profile), _summary, _CALLS
     )
 
 

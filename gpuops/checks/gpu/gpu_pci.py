@@ -1,6 +1,6 @@
 """Does every GPU on the PCI bus respond, and does NVML list it?"""
 
-from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Subject
 from gpuops.checks.gpu.gpus import PROBE
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
@@ -28,16 +28,11 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
 
 
 def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
-    return Finding(
-        check="gpu_pci",
-        entity=Entity(EntityKind.GPU, uuids.get(gpu.address, f"PCI:{gpu.address}")),
-        status=Status.FAIL,
-        value="0xffff",
-        threshold="vendor 0x10de",
-        source="PCIe (reads as all ones)",
-        message=f"{gpu.address} no longer responds on the PCI bus: it has fallen off",
-        failure_class=FailureClass.GPU_FELL_OFF_BUS,
-    )
+    entity = Entity(EntityKind.GPU, uuids.get(gpu.address, f"PCI:{gpu.address}"))
+    subject = Subject("gpu_pci", entity, FailureClass.GPU_FELL_OFF_BUS)
+    text = f"{gpu.address} no longer responds on the PCI bus: it has fallen off"
+    source = "PCIe (reads as all ones)"
+    return subject.compared(Status.FAIL, "0xffff", "vendor 0x10de", source, text)
 
 
 def _hidden(facts: Gpus, node: Entity) -> list[Finding]:
@@ -51,19 +46,9 @@ def _hidden(facts: Gpus, node: Entity) -> list[Finding]:
     ]
     if not missing:
         return []
-    return [
-        Finding(
-            check="gpu_pci",
-            entity=node,
-            status=Status.WARN,
-            value=len(missing),
-            unit="GPUs",
-            threshold="= 0",
-            source="nvml",
-            message=f"bound to the nvidia driver but not listed by NVML: {', '.join(missing)}",
-            failure_class=FailureClass.GPU_MISSING,
-        )
-    ]
+    subject = Subject("gpu_pci", node, FailureClass.GPU_MISSING, "GPUs")
+    text = f"bound to the nvidia driver but not listed by NVML: {', '.join(missing)}"
+    return [subject.compared(Status.WARN, len(missing), "= 0", "nvml", text)]
 
 
 def _summary(facts: Gpus, node: Entity) -> Finding:
@@ -72,16 +57,8 @@ def _summary(facts: Gpus, node: Entity) -> Finding:
     text = f"{len(facts.pci)} GPUs respond on the PCI bus, {bound} bound to the nvidia driver"
     if unread:
         text += f"; {unread} could not be read"
-    return Finding(
-        check="gpu_pci",
-        entity=node,
-        status=Status.PASS,
-        value=len(facts.pci),
-        unit="GPUs",
-        threshold="each responds",
-        source="PCI bus",
-        message=text,
-    )
+    subject = Subject("gpu_pci", node, FailureClass.GPU_MISSING, "GPUs")
+    return subject.compared(Status.PASS, len(facts.pci), "each responds", "PCI bus", text)
 
 
 CHECK = Check(

@@ -19,6 +19,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_pcie_link"
+_CALLS = ("nvmlDeviceGetCurrPcieLink", "nvmlDeviceGetMaxPcieLink")
 # nvml.h, nvmlClocksEventReasonGpuIdle.
 _IDLE = 0x1
 
@@ -55,7 +56,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
         context,
         lambda gpu: _judge(gpu, parameters, context),
         lambda gpus: _summary(gpus, parameters),
-        ("nvmlDeviceGetCurrPcieLink", "nvmlDeviceGetMaxPcieLink"),
+        _CALLS,
     )
 
 

@@ -19,6 +19,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_pcie_replays"
+_CALLS = ("nvmlDeviceGetPcieReplayCounter", "NVML_FI_DEV_PCIE_REPLAY")
 _COUNTER = "replays"
 
 
@@ -37,7 +38,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
         context,
         lambda gpu: _judge(gpu, parameters.per_hour, context),
         _summary,
-        ("nvmlDeviceGetPcieReplayCounter", "NVML_FI_DEV_PCIE_REPLAY"),
+        _CALLS,
     )
 
 

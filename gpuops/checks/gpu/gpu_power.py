@@ -18,6 +18,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_power"
+_CALLS = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     warns: an administrator may have set that on purpose.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters.off_w, context),
-        _summary,
-        ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagement"),
+        _NAME, facts, context, lambda gpu: _judge(gpu, parameters.off_w, context), _summary, _CALLS
     )
 
 

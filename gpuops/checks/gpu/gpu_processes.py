@@ -20,6 +20,11 @@ from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
 _NAME = "gpu_processes"
+_CALLS = (
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+    "nvmlDeviceGetMemoryInfo",
+)
 _SHOWN = 3
 
 
@@ -48,16 +53,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     """
     surely = parameters.idle and surely_selected(facts, context)
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters, surely=surely),
-        _summary,
-        (
-            "nvmlDeviceGetComputeRunningProcesses",
-            "nvmlDeviceGetGraphicsRunningProcesses",
-            "nvmlDeviceGetMemoryInfo",
-        ),
+        _NAME, facts, context, lambda gpu: _judge(gpu, parameters, surely=surely), _summary, _CALLS
     )
 
 

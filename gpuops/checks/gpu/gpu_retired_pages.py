@@ -20,6 +20,7 @@ from gpuops.host.nvml.facts import NvmlGpu, RetiredPages
 from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_retired_pages"
+_CALLS = ("nvmlDeviceGetRetiredPages", "NVML_FI_DEV_RETIRED")
 _beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 
@@ -33,14 +34,7 @@ class Parameters:
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with too many retired pages or one that waits for a reset."""
-    return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters),
-        _summary,
-        ("nvmlDeviceGetRetiredPages", "NVML_FI_DEV_RETIRED"),
-    )
+    return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
 
 def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:

@@ -19,6 +19,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding
 
 _NAME = "gpu_row_remap"
+_CALLS = ("nvmlDeviceGetRemappedRows",)
 _beyond = partial(beyond, failure_class=FailureClass.GPU_ROW_REMAP)
 
 
@@ -38,14 +39,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     reset, and until then the bad row is still in use (NVIDIA, GPU memory error management, row
     remapping).
     """
-    return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters),
-        _summary,
-        ("nvmlDeviceGetRemappedRows",),
-    )
+    return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
 
 def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:

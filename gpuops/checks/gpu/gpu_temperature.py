@@ -18,6 +18,7 @@ from gpuops.host.nvml.facts import NvmlGpu, Temperatures
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_temperature"
+_CALLS = ("nvmlDeviceGetTemperature", "NVML_FI_DEV_TEMPERATURE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     maximum. A limit of 0 °C means none, as virtual GPUs report it.
     """
     return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters.margin_c),
-        _summary,
-        ("nvmlDeviceGetTemperature", "NVML_FI_DEV_TEMPERATURE"),
+        _NAME, facts, context, lambda gpu: _judge(gpu, parameters.margin_c), _summary, _CALLS
     )
 
 

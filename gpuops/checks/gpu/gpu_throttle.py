@@ -11,6 +11,7 @@ from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_throttle"
+_CALLS = ("nvmlDeviceGetCurrentClocks",)
 
 # nvml.h, nvmlClocksEventReasons. Idle, application clocks and the power cap are ordinary.
 REASONS = {
@@ -53,14 +54,7 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     Heat and the power brake reported by the hardware reduce the clocks to half or less (nvml.h).
     The summary bit `hw_slowdown` may also show a change of clocks.
     """
-    return judge_each(
-        _NAME,
-        facts,
-        context,
-        lambda gpu: _judge(gpu, parameters),
-        _summary,
-        ("nvmlDeviceGetCurrentClocks",),
-    )
+    return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
 
 def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:

@@ -20,6 +20,7 @@ from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_versions"
+_CALLS = ("nvmlDeviceGetVbiosVersion",)
 
 
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
@@ -33,7 +34,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
         context,
         lambda gpu: _vbios(gpu, facts, context),
         lambda gpus: _summary(gpus, facts.nvml),
-        ("nvmlDeviceGetVbiosVersion",),
+        _CALLS,
     )
     if unanswered(_NAME, facts, context) is not None:
         return of_gpus

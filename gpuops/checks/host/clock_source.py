@@ -1,13 +1,6 @@
 """Which clock source does the kernel use? A slow one makes every time stamp expensive."""
 
-from gpuops.checks.core.check import (
-    Check,
-    JudgeContext,
-    NoParameters,
-    Subject,
-    one_of,
-    skipped,
-)
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Subject, one_of, skipped
 from gpuops.checks.host.cpu_count import PROBE
 from gpuops.host.kernel_state import Cpu
 from gpuops.model import FailureClass, Finding, Status
@@ -20,9 +13,7 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
     unstable (Documentation/virt/kvm/x86/timekeeping of Linux); virtual machines have sources of
     their own, so that a difference only warns.
     """
-    subject = Subject(
-        check="clock_source", entity=context.node, failure_class=FailureClass.HOST_CONFIG
-    )
+    subject = Subject("clock_source", context.node, FailureClass.HOST_CONFIG)
     if facts.clock_source is None:
         return [skipped(subject, "the kernel does not report its clock source")]
     others = ", ".join(facts.clock_sources)

@@ -17,9 +17,7 @@ class Parameters:
 
 def judge(facts: KernelClockState, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding; the kernel's unsynchronised flag comes first, and only warns."""
-    subject = Subject(
-        check="clock_sync", entity=context.node, failure_class=FailureClass.HOST_CLOCK
-    )
+    subject = Subject("clock_sync", context.node, FailureClass.HOST_CLOCK)
     if not facts.synchronised:
         text = "nothing synchronises this clock: see chronyd, ntpd or timesyncd"
         source = "kernel STA_UNSYNC"

@@ -1,7 +1,7 @@
 """Does the container runtime respond, if the operator configured one?"""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -9,6 +9,7 @@ from gpuops.checks.core.check import (
     Probe,
     ProbeContext,
     Subject,
+    not_judged,
     skipped,
 )
 from gpuops.checks.core.profile import Profile
@@ -27,44 +28,25 @@ class Parameters:
 
 def judge(facts: RuntimeAnswer, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: an exit code other than 0 fails, a missing program is unknown."""
-    subject = Subject(
-        check="container_runtime", entity=context.node, failure_class=FailureClass.HOST_SERVICE
-    )
+    subject = Subject("container_runtime", context.node, FailureClass.HOST_SERVICE)
     if not parameters.command:
         return [skipped(subject, "no command is configured")]
     line = " ".join(parameters.command)
     if not facts.found:
         text = f"{parameters.command[0]} is not installed"
-        return [_unknown(context, text, UnknownReason.MISSING_TOOL)]
+        return [not_judged("container_runtime", context.node, text, UnknownReason.MISSING_TOOL)]
     if facts.exit_code is None:
-        return [_unknown(context, f"{line}: {facts.ending}", UnknownReason.TIMEOUT)]
-    good = facts.exit_code == 0
+        return [
+            not_judged(
+                "container_runtime", context.node, f"{line}: {facts.ending}", UnknownReason.TIMEOUT
+            )
+        ]
     output = f": {facts.said}" if facts.said else ""
-    return [
-        Finding(
-            check="container_runtime",
-            entity=context.node,
-            status=Status.PASS if good else Status.FAIL,
-            value=facts.exit_code,
-            unit="exit code",
-            threshold="= 0",
-            source=parameters.source,
-            message=f"{line} answered in {format_seconds(facts.elapsed_s)}"
-            if good
-            else f"{line} {facts.ending}{output}",
-            failure_class=None if good else FailureClass.HOST_SERVICE,
-        )
-    ]
-
-
-def _unknown(context: JudgeContext, message: str, reason: UnknownReason) -> Finding:
-    return Finding(
-        check="container_runtime",
-        entity=context.node,
-        status=Status.UNKNOWN,
-        message=message,
-        unknown_reason=reason,
-    )
+    status, text = Status.FAIL, f"{line} {facts.ending}{output}"
+    if facts.exit_code == 0:
+        status, text = Status.PASS, f"{line} answered in {format_seconds(facts.elapsed_s)}"
+    about = replace(subject, unit="exit code")
+    return [about.compared(status, facts.exit_code, "= 0", parameters.source, text)]
 
 
 def inputs(parameters: Parameters, _profile: Profile) -> tuple[str, ...]:

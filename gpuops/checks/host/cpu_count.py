@@ -22,9 +22,7 @@ PROBE = Probe(
 
 def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return one finding: fewer logical processors online than ``cpu_count`` fail."""
-    subject = Subject(
-        check="cpu_count", entity=context.node, failure_class=FailureClass.HOST_CONFIG, unit="CPUs"
-    )
+    subject = Subject("cpu_count", context.node, FailureClass.HOST_CONFIG, "CPUs")
     if facts.online is None:
         return [skipped(subject, "the kernel does not report which CPUs are online")]
     text = f"{facts.online} CPUs online"

@@ -1,13 +1,6 @@
 """Which frequency governor do the processors use?"""
 
-from gpuops.checks.core.check import (
-    Check,
-    JudgeContext,
-    NoParameters,
-    Subject,
-    one_of,
-    skipped,
-)
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Subject, one_of, skipped
 from gpuops.checks.host.cpu_count import PROBE
 from gpuops.host.kernel_state import Cpu
 from gpuops.model import FailureClass, Finding, Status
@@ -18,9 +11,7 @@ def judge(facts: Cpu, _parameters: NoParameters, context: JudgeContext) -> list[
 
     It never fails: the node is only slower.
     """
-    subject = Subject(
-        check="cpu_governor", entity=context.node, failure_class=FailureClass.HOST_CONFIG
-    )
+    subject = Subject("cpu_governor", context.node, FailureClass.HOST_CONFIG)
     if not facts.governors:
         return [skipped(subject, "no frequency scaling, as in a virtual machine")]
     return [

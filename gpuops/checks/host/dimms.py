@@ -24,9 +24,7 @@ def judge(facts: Dimms, _parameters: NoParameters, context: JudgeContext) -> lis
 
     Sizes and slots: DMTF DSP0134, §7.18 Memory Device.
     """
-    subject = Subject(
-        check="dimms", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="modules"
-    )
+    subject = Subject("dimms", context.node, FailureClass.HOST_DIMM, "modules")
     fitted = [slot for slot in facts.slots if slot.size_bytes]
     if not fitted:
         return [skipped(subject, "the firmware describes no memory module")]

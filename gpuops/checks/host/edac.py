@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import (
-    Check,
-    CheckLimit,
-    JudgeContext,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, skipped
 from gpuops.host.memory_modules import Edac, MemoryController, read_edac
 from gpuops.model import EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
@@ -29,7 +22,7 @@ class Parameters:
 
 def judge(facts: Edac, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each controller with errors beyond a limit, else one for all."""
-    subject = Subject(check="edac", entity=context.node, failure_class=FailureClass.HOST_DIMM)
+    subject = Subject("edac", context.node, FailureClass.HOST_DIMM)
     if not facts.controllers:
         return [skipped(subject, "no memory controller reports (no EDAC driver)")]
     findings = []

@@ -1,44 +1,27 @@
 """Are the kernel modules of the profile loaded?"""
 
-from gpuops.checks.core.check import (
-    Check,
-    JudgeContext,
-    NoParameters,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe, Subject, skipped
 from gpuops.checks.core.profile import Profile
 from gpuops.host.kernel_state import Modules, read_modules
 from gpuops.model import FailureClass, Finding, Status
 
+_THRESHOLD = "loaded or built in"
+
 
 def judge(facts: Modules, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each module that is expected and absent, else one for all."""
-    subject = Subject(
-        check="kernel_modules", entity=context.node, failure_class=FailureClass.HOST_CONFIG
-    )
+    subject = Subject("kernel_modules", context.node, FailureClass.HOST_CONFIG)
     expected = context.profile.kernel_modules
     if expected is None or not expected.value:
         return [skipped(subject, "the profile names no kernel module")]
     absent = [name for name in facts.absent if name in expected.value]
-    if absent:
-        return [_finding(context, Status.FAIL, name, f"{name} is not loaded") for name in absent]
-    return [_finding(context, Status.PASS, None, f"loaded: {', '.join(expected.value)}")]
-
-
-def _finding(context: JudgeContext, status: Status, name: str | None, message: str) -> Finding:
-    assert context.profile.kernel_modules is not None
-    return Finding(
-        check="kernel_modules",
-        entity=context.node,
-        status=status,
-        value=name,
-        threshold="loaded or built in",
-        source=context.profile.kernel_modules.source,
-        message=message,
-        failure_class=None if status is Status.PASS else FailureClass.HOST_CONFIG,
-    )
+    if not absent:
+        text = f"loaded: {', '.join(expected.value)}"
+        return [subject.compared(Status.PASS, None, _THRESHOLD, expected.source, text)]
+    return [
+        subject.compared(Status.FAIL, name, _THRESHOLD, expected.source, f"{name} is not loaded")
+        for name in absent
+    ]
 
 
 def inputs(_parameters: NoParameters, profile: Profile) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, JudgeContext, Probe
+from gpuops.checks.core.check import Check, JudgeContext, Probe, Subject
 from gpuops.host.kernel_state import Taint, read_taint
 from gpuops.model import FailureClass, Finding, Status
 
@@ -50,19 +50,10 @@ def judge(facts: Taint, parameters: Parameters, context: JudgeContext) -> list[F
         status = Status.WARN
     judged = sorted({*parameters.warn_bits, *parameters.fail_bits})
     named = ", ".join(MEANINGS.get(bit, f"bit {bit}") for bit in bits)
-    return [
-        Finding(
-            check="kernel_taint",
-            entity=context.node,
-            status=status,
-            value=facts.mask,
-            unit="mask",
-            threshold=f"none of bits {', '.join(map(str, judged))}",
-            source=parameters.source,
-            message=f"tainted: {named}" if bits else "not tainted",
-            failure_class=None if status is Status.PASS else FailureClass.KERNEL_FAULT,
-        )
-    ]
+    threshold = f"none of bits {', '.join(map(str, judged))}"
+    text = f"tainted: {named}" if bits else "not tainted"
+    subject = Subject("kernel_taint", context.node, FailureClass.KERNEL_FAULT, "mask")
+    return [subject.compared(status, facts.mask, threshold, parameters.source, text)]
 
 
 CHECK = Check(

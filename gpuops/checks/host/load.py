@@ -34,9 +34,7 @@ def judge(facts: Load, parameters: Parameters, context: JudgeContext) -> list[Fi
 def _load(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
     text = f"load {facts.load1:g}, {facts.load5:g}, {facts.load15:g} on {facts.cpus} CPUs"
     # A high load is a symptom of an unknown failure.
-    subject = Subject(
-        check="load", entity=node, failure_class=FailureClass.UNRESOLVED, unit="per CPU"
-    )
+    subject = Subject("load", node, FailureClass.UNRESOLVED, "per CPU")
     found = subject.below(limit, facts.load1 / facts.cpus, text, digits=2)
     return found if found.status is Status.FAIL else replace(found, failure_class=None)
 
@@ -46,9 +44,7 @@ def _blocked(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
     named = ", ".join(f"{item.name} ({item.pid})" for item in facts.blocked[:_NAMED_MAX])
     more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
     text = f"stuck inside the kernel: {named}{more}" if count else "none stuck in state D"
-    subject = Subject(
-        check="load", entity=node, failure_class=FailureClass.HUNG_TASK, unit="processes"
-    )
+    subject = Subject("load", node, FailureClass.HUNG_TASK, "processes")
     return subject.below(limit, count, text)
 
 

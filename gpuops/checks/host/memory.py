@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
 from gpuops.host.procfs import Memory, read_memory
-from gpuops.model import FailureClass, Finding, Status
+from gpuops.model import FailureClass, Finding
 from gpuops.units import format_bytes
 
 PROBE = Probe(
@@ -26,27 +26,12 @@ def judge(facts: Memory, parameters: Parameters, context: JudgeContext) -> list[
     """Return one finding about the node's available memory."""
     limit = parameters.available_percent
     percent = 100 * facts.available_bytes / facts.total_bytes
-    status = limit.floor(percent)
-    return [
-        Finding(
-            check="memory",
-            entity=context.node,
-            status=status,
-            value=round(percent, 1),
-            unit="%",
-            threshold=limit.text(">", "%"),
-            source=limit.source,
-            message=f"{format_bytes(facts.available_bytes)} of "
-            f"{format_bytes(facts.total_bytes)} available",
-            failure_class=None if status is Status.PASS else FailureClass.HOST_MEM_LOW,
-        )
-    ]
+    text = f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} available"
+    subject = Subject("memory", context.node, FailureClass.HOST_MEM_LOW, "%")
+    threshold, shown = limit.text(">", "%"), round(percent, 1)
+    return [subject.compared(limit.floor(percent), shown, threshold, limit.source, text)]
 
 
 CHECK = Check(
-    name="memory",
-    about="available memory",
-    probe=PROBE,
-    parameters=Parameters,
-    judge=judge,
+    name="memory", about="available memory", probe=PROBE, parameters=Parameters, judge=judge
 )

@@ -1,13 +1,6 @@
 """Does the kernel have all the memory of this machine?"""
 
-from gpuops.checks.core.check import (
-    Check,
-    JudgeContext,
-    NoParameters,
-    Subject,
-    at_least,
-    in_gb,
-)
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Subject, at_least, in_gb
 from gpuops.checks.host.memory import PROBE
 from gpuops.host.procfs import Memory
 from gpuops.model import FailureClass, Finding
@@ -20,9 +13,7 @@ def judge(facts: Memory, _parameters: NoParameters, context: JudgeContext) -> li
     ``MemTotal`` excludes the kernel's image and the firmware's share, and is some percent less than
     the size of the modules: the profile's number must allow for that.
     """
-    subject = Subject(
-        check="memory_size", entity=context.node, failure_class=FailureClass.HOST_DIMM, unit="GB"
-    )
+    subject = Subject("memory_size", context.node, FailureClass.HOST_DIMM, "GB")
     size_gb = facts.total_bytes / 1e9
     text = f"{format_bytes(facts.total_bytes)} of memory"
     return [at_least(subject, size_gb, in_gb(context.profile.memory_bytes_min), text)]

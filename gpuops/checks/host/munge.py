@@ -2,14 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import (
-    Check,
-    CheckLimit,
-    JudgeContext,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, skipped
 from gpuops.host.munge import MungeTrip, read_munge
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.units import format_seconds
@@ -28,7 +21,7 @@ class Parameters:
 
 def judge(facts: MungeTrip, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the round trip."""
-    subject = Subject(check="munge", entity=context.node, failure_class=FailureClass.HOST_SERVICE)
+    subject = Subject("munge", context.node, FailureClass.HOST_SERVICE)
     if not facts.installed:
         return [skipped(subject, "munge is not installed")]
     if facts.error is not None:

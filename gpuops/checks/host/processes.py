@@ -6,10 +6,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, not_judged
 from gpuops.host.leftovers import Leftovers, UserProcess, read_leftovers
 from gpuops.host.procfs import is_named
-from gpuops.model import FailureClass, Finding, Status, UnknownReason
+from gpuops.model import FailureClass, Finding, UnknownReason
 from gpuops.units import format_seconds
 
 _NAMED_MAX = 5
@@ -35,13 +35,8 @@ def judge(facts: Leftovers, parameters: Parameters, context: JudgeContext) -> li
     if parameters.leftovers is None:
         return findings
     if facts.hidden:
-        hidden = Finding(
-            check="processes",
-            entity=context.node,
-            status=Status.UNKNOWN,
-            message="other users' processes are hidden (hidepid)",
-            unknown_reason=UnknownReason.NO_PERMISSION,
-        )
+        text = "other users' processes are hidden (hidepid)"
+        hidden = not_judged("processes", context.node, text, UnknownReason.NO_PERMISSION)
         return [*findings, hidden]
     left = [item for item in facts.processes if _counts(item, parameters)]
     beyond = facts.count - len(facts.processes)
@@ -63,12 +58,7 @@ def _named(items: list[UserProcess], beyond: int) -> str:
 
 
 def _counted(count: int, limit: CheckLimit, message: str, context: JudgeContext) -> Finding:
-    subject = Subject(
-        check="processes",
-        entity=context.node,
-        failure_class=FailureClass.HOST_LEFTOVERS,
-        unit="processes",
-    )
+    subject = Subject("processes", context.node, FailureClass.HOST_LEFTOVERS, "processes")
     return subject.below(limit, count, message)
 
 

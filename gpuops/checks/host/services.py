@@ -24,9 +24,7 @@ def judge(facts: Units, parameters: Parameters, context: JudgeContext) -> list[F
     ``failed`` and ``inactive`` fail; ``activating`` warns, as it is temporary. A unit that is not
     installed is unknown: a wrong name in a profile must not drain every node.
     """
-    subject = Subject(
-        check="services", entity=context.node, failure_class=FailureClass.HOST_SERVICE
-    )
+    subject = Subject("services", context.node, FailureClass.HOST_SERVICE)
     expected = _expected_units(parameters, context.profile)
     if not expected:
         return [skipped(subject, "neither the profile nor the suite names a unit")]
@@ -34,12 +32,12 @@ def judge(facts: Units, parameters: Parameters, context: JudgeContext) -> list[F
         return [skipped(subject, "systemd does not run here")]
     units = {unit.name: unit for unit in facts.units}
     findings = [
-        _judged(name, units.get(name), source, context) for name, source in expected.items()
+        _judged(name, units.get(name), source, subject) for name, source in expected.items()
     ]
     bad = [finding for finding in findings if finding.status is not Status.PASS]
-    return bad or [
-        _finding(context, Status.PASS, None, "suite and profile", f"running: {', '.join(expected)}")
-    ]
+    running = f"running: {', '.join(expected)}"
+    source = "suite and profile"
+    return bad or [subject.compared(Status.PASS, None, "active", source, running)]
 
 
 def _expected_units(parameters: Parameters, profile: Profile) -> dict[str, str]:
@@ -50,43 +48,23 @@ def _expected_units(parameters: Parameters, profile: Profile) -> dict[str, str]:
     return expected
 
 
-def _judged(name: str, unit: Unit | None, source: str, context: JudgeContext) -> Finding:
+def _judged(name: str, unit: Unit | None, source: str, subject: Subject) -> Finding:
     if unit is None or unit.load == "not-found":
-        return Finding(
-            check="services",
-            entity=context.node,
-            status=Status.UNKNOWN,
-            value=name,
-            threshold="active",
-            source=source,
-            message=f"{name} is not installed",
-            failure_class=FailureClass.HOST_SERVICE,
-            unknown_reason=UnknownReason.MISSING_TOOL,
-        )
+        text = f"{name} is not installed"
+        reason = UnknownReason.MISSING_TOOL
+        return subject.compared(Status.UNKNOWN, name, "active", source, text, reason)
     state = f"{unit.active} ({unit.sub})" if unit.sub else unit.active
     text = f"{name} is {state}" + (f", result {unit.result}" if unit.result else "")
     if unit.restarts:
         text += f", restarted {unit.restarts} times"
+    status = Status.WARN
     if unit.active in _RUNNING:
-        return _finding(context, Status.PASS, name, source, text)
-    if unit.active in {"failed", "inactive"} and unit.load != "masked":
-        return _finding(context, Status.FAIL, name, source, text)
-    return _finding(context, Status.WARN, name, source, f"{text}, {unit.load}")
-
-
-def _finding(
-    context: JudgeContext, status: Status, name: str | None, source: str, message: str
-) -> Finding:
-    return Finding(
-        check="services",
-        entity=context.node,
-        status=status,
-        value=name,
-        threshold="active",
-        source=source,
-        message=message,
-        failure_class=None if status is Status.PASS else FailureClass.HOST_SERVICE,
-    )
+        status = Status.PASS
+    elif unit.active in {"failed", "inactive"} and unit.load != "masked":
+        status = Status.FAIL
+    else:
+        text += f", {unit.load}"
+    return subject.compared(status, name, "active", source, text)
 
 
 def inputs(parameters: Parameters, profile: Profile) -> tuple[str, ...]:

@@ -49,10 +49,10 @@ def _judged(strikes: Strikes, limit: CheckLimit) -> Finding:
     text = f"{strikes.count} {noun} ({strikes.why}), the last at {iso_utc(strikes.last_us)}"
     # The failure classes are in the incidents that the strikes are of.
     subject = Subject(
-        check="strikes",
-        entity=Entity(EntityKind(strikes.entity_kind), strikes.entity_id),
-        failure_class=FailureClass.UNRESOLVED,
-        unit="strikes",
+        "strikes",
+        Entity(EntityKind(strikes.entity_kind), strikes.entity_id),
+        FailureClass.UNRESOLVED,
+        "strikes",
     )
     found = subject.below(limit, strikes.count, text)
     return found if found.status is Status.FAIL else replace(found, failure_class=None)

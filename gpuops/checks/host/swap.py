@@ -21,7 +21,7 @@ def judge(facts: Swap, _parameters: NoParameters, context: JudgeContext) -> list
     text = "no swap"
     if facts.areas:
         text = f"{format_bytes(size_bytes)} of swap, {format_bytes(used_bytes)} in use"
-    subject = Subject(check="swap", entity=context.node, failure_class=FailureClass.HOST_CONFIG)
+    subject = Subject("swap", context.node, FailureClass.HOST_CONFIG)
     if expected is None:
         return [skipped(subject, f"{text}; {NOT_IN_PROFILE}")]
     status = Status.PASS if expected.value == bool(facts.areas) else Status.WARN

@@ -47,9 +47,7 @@ def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> li
 
     One more names the counters that are saturated, and so cannot be judged.
     """
-    subject = Subject(
-        check="ib_errors", entity=context.node, failure_class=FailureClass.NETWORK_ERRORS
-    )
+    subject = Subject("ib_errors", context.node, FailureClass.NETWORK_ERRORS)
     if not facts.ports:
         return [skipped(subject, "no RDMA network adapter")]
     findings, compared, full = list[Finding](), 0, list[str]()

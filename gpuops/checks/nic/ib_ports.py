@@ -46,12 +46,7 @@ def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> li
     If fewer do, the node fails, and so does each bad port if there are no spare adapters.
     Without a ``nic_count`` a bad port warns, unless its driver disabled it.
     """
-    subject = Subject(
-        check="ib_ports",
-        entity=context.node,
-        failure_class=FailureClass.NETWORK_PORT,
-        unit="adapters",
-    )
+    subject = Subject("ib_ports", context.node, FailureClass.NETWORK_PORT, "adapters")
     expected, rate = context.profile.nic_count, context.profile.nic_rate_gbs
     if not facts.ports and not expected:
         return [skipped(subject, "no RDMA network adapter")]
@@ -105,7 +100,7 @@ def _is_good(port: Port, rate: NumberExpectation | None) -> bool:
 
 def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding:
     link = port.link_layer or "link"
-    subject = Subject(check="ib_ports", entity=nic(port), failure_class=FailureClass.NETWORK_PORT)
+    subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_PORT)
     if not port.is_active:
         text = f"{port.name}: {link} is {port.state or 'in an unknown state'},"
         text += f" physically {port.phys_state or 'unknown'}"
@@ -123,9 +118,7 @@ def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
         return []
     findings = {}
     for port in ports:
-        subject = Subject(
-            check="ib_ports", entity=nic(port), failure_class=FailureClass.HOST_CONFIG
-        )
+        subject = Subject("ib_ports", nic(port), FailureClass.HOST_CONFIG)
         text = f"{port.device}: firmware {port.firmware or 'unknown'}"
         if port.firmware is None:
             findings[port.guid] = skipped(subject, text)
@@ -137,12 +130,7 @@ def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
 def _downs(ports: Iterable[Port], limit: CheckLimit, context: JudgeContext) -> list[Finding]:
     findings = []
     for port in ports:
-        subject = Subject(
-            check="ib_ports",
-            entity=nic(port),
-            failure_class=FailureClass.NETWORK_FLAP,
-            unit="times",
-        )
+        subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_FLAP, "times")
         for name in DOWNS:
             value = port.counters.get(name)
             if value is None:

@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import (
-    Check,
-    CheckLimit,
-    JudgeContext,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, skipped
 from gpuops.host.aer import SEVERITIES, AerBus, AerDevice, read_aer
 from gpuops.host.node_state import CounterGrowth
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
@@ -41,7 +34,7 @@ class Parameters:
 
 def judge(facts: AerBus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each device and severity that grows too fast, else one for all."""
-    subject = Subject(check="pci_aer", entity=context.node, failure_class=FailureClass.HOST_PCIE)
+    subject = Subject("pci_aer", context.node, FailureClass.HOST_PCIE)
     if not facts.devices:
         text = "does not report errors" if facts.watched else "has no GPU and no adapter on it"
         return [skipped(subject, f"the PCI bus {text}")]

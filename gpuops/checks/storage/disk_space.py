@@ -1,9 +1,10 @@
 """Are there free space and inodes, and can the disks still be written?"""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
 from gpuops.host.storage.mounts import Filesystems, MountAnswer, Space, read_filesystems
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_bytes
@@ -33,7 +34,7 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
     `mount_alive` judges mounts that do not respond. Mounts that another machine serves warn at
     most: their space is not this node's.
     """
-    answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
+    answers = not_ignored(facts.answers, parameters.ignore)
     findings = [_read_only(item) for item in answers if _should_be_writable(item)]
     tightest: tuple[float, Finding] | None = None
     for item in answers:
@@ -46,12 +47,20 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
                 tightest = percent, finding
     if findings:
         return findings
-    return [tightest[1] if tightest else _nothing_to_judge(context.node)]
+    if tightest is not None:
+        return [tightest[1]]
+    text = "no writable file system of its own to judge"
+    return [Finding(check="disk_space", entity=context.node, status=Status.SKIP, message=text)]
 
 
-def ignored(answer: MountAnswer, patterns: tuple[str, ...]) -> bool:
-    """Return whether *answer* is about a mount that a suite excludes."""
-    return any(fnmatchcase(answer.mount.point, pattern) for pattern in patterns)
+def not_ignored(answers: Iterable[MountAnswer], patterns: tuple[str, ...]) -> list[MountAnswer]:
+    """Return *answers* without the mounts that a suite excludes."""
+    return [item for item in answers if not is_ignored(item.mount.point, patterns)]
+
+
+def is_ignored(point: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a suite excludes the mount point *point*."""
+    return any(fnmatchcase(point, pattern) for pattern in patterns)
 
 
 def _should_be_writable(answer: MountAnswer) -> bool:
@@ -68,16 +77,10 @@ def _read_only(answer: MountAnswer) -> Finding:
         if mount.turned_read_only
         else "in /etc/fstab it is writable"
     )
-    return Finding(
-        check="disk_space",
-        entity=_entity(answer),
-        status=Status.FAIL,
-        value="read-only",
-        threshold="read-write",
-        source="kernel (mountinfo)" if mount.turned_read_only else "/etc/fstab",
-        message=f"{mount.source} ({mount.filesystem}) is read-only: {why}",
-        failure_class=FailureClass.STORAGE_READ_ONLY,
-    )
+    source = "kernel (mountinfo)" if mount.turned_read_only else "/etc/fstab"
+    text = f"{mount.source} ({mount.filesystem}) is read-only: {why}"
+    subject = Subject("disk_space", _entity(answer), FailureClass.STORAGE_READ_ONLY)
+    return subject.compared(Status.FAIL, "read-only", "read-write", source, text)
 
 
 def _free(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tuple[float, Finding]]:
@@ -98,26 +101,9 @@ def _finding(answer: MountAnswer, percent: float, limit: CheckLimit, message: st
     status = limit.floor(percent)
     if answer.mount.is_network:
         status = min(status, Status.WARN)
-    return Finding(
-        check="disk_space",
-        entity=_entity(answer),
-        status=status,
-        value=round(percent, 1),
-        unit="%",
-        threshold=limit.text(">", "%"),
-        source=limit.source,
-        message=message,
-        failure_class=None if status is Status.PASS else FailureClass.STORAGE_NO_SPACE,
-    )
-
-
-def _nothing_to_judge(node: Entity) -> Finding:
-    return Finding(
-        check="disk_space",
-        entity=node,
-        status=Status.SKIP,
-        message="no writable file system of its own to judge",
-    )
+    subject = Subject("disk_space", _entity(answer), FailureClass.STORAGE_NO_SPACE, "%")
+    shown, threshold = round(percent, 1), limit.text(">", "%")
+    return subject.compared(status, shown, threshold, limit.source, message)
 
 
 def _entity(answer: MountAnswer) -> Entity:

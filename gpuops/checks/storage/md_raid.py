@@ -1,13 +1,6 @@
 """Do the software RAID arrays run with all their members?"""
 
-from gpuops.checks.core.check import (
-    Check,
-    JudgeContext,
-    NoParameters,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe, Subject, skipped
 from gpuops.host.storage.nvme import Array, MdRaid, read_mdraid
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
@@ -18,7 +11,7 @@ def judge(facts: MdRaid, _parameters: NoParameters, context: JudgeContext) -> li
     One that the kernel stopped (``inactive``, ``broken``) fails. A degraded one still has all its
     data, and only warns.
     """
-    subject = Subject(check="md_raid", entity=context.node, failure_class=FailureClass.HOST_DISK)
+    subject = Subject("md_raid", context.node, FailureClass.HOST_DISK)
     if not facts.arrays:
         return [skipped(subject, "no software RAID")]
     findings = [found for array in facts.arrays if (found := _problem(array)) is not None]
@@ -52,16 +45,9 @@ def _problem(array: Array) -> Finding | None:
 
 
 def _finding(array: Array, status: Status, threshold: str, message: str) -> Finding:
-    return Finding(
-        check="md_raid",
-        entity=Entity(EntityKind.DISK, array.name),
-        status=status,
-        value=array.state,
-        threshold=threshold,
-        source="kernel (mdstat)",
-        message=f"{array.name} ({array.level or 'no level'}) {message}",
-        failure_class=FailureClass.HOST_DISK,
-    )
+    text = f"{array.name} ({array.level or 'no level'}) {message}"
+    subject = Subject("md_raid", Entity(EntityKind.DISK, array.name), FailureClass.HOST_DISK)
+    return subject.compared(status, array.state, threshold, "kernel (mdstat)", text)
 
 
 CHECK = Check(

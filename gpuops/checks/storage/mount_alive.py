@@ -3,8 +3,8 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject
-from gpuops.checks.storage.disk_space import PROBE, ignored
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject, not_judged
+from gpuops.checks.storage.disk_space import PROBE, not_ignored
 from gpuops.host.storage.mounts import Filesystems, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
@@ -31,7 +31,7 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
     scheduled it. A FUSE mount that neither fstab nor the profile names may be any user's own, and
     only warns if it is dead.
     """
-    answers = [item for item in facts.answers if not ignored(item, parameters.ignore)]
+    answers = not_ignored(facts.answers, parameters.ignore)
     mounts = context.profile.mounts
     expected = frozenset(mounts.value if mounts is not None else ())
     findings = [
@@ -58,13 +58,8 @@ def _problem(
     if answer.silent is not None and answer.stuck:
         return _finding(entity, Status.FAIL, f"{what} {answer.silent}", mount_class(answer))
     if answer.silent is not None:
-        return Finding(
-            check="mount_alive",
-            entity=entity,
-            status=Status.UNKNOWN,
-            message=f"{what} {answer.silent}",
-            unknown_reason=UnknownReason.TIMEOUT,
-        )
+        text = f"{what} {answer.silent}"
+        return not_judged("mount_alive", entity, text, UnknownReason.TIMEOUT)
     if answer.error in _DEAD:
         text = f"{what}: statvfs failed with {answer.error}"
         status = Status.WARN if _is_a_users(answer, expected) else Status.FAIL
@@ -89,9 +84,7 @@ def mount_class(answer: MountAnswer) -> FailureClass:
 
 
 def _timed(entity: Entity, answer: MountAnswer, parameters: Parameters, message: str) -> Finding:
-    subject = Subject(
-        check="mount_alive", entity=entity, failure_class=mount_class(answer), unit="s"
-    )
+    subject = Subject("mount_alive", entity, mount_class(answer), unit="s")
     return subject.below(parameters.answer_s, answer.elapsed_s, message, digits=3, unit="s")
 
 

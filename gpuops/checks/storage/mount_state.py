@@ -4,9 +4,9 @@
 """
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
-from gpuops.checks.core.check import Check, JudgeContext, Probe
+from gpuops.checks.core.check import Check, JudgeContext, Probe, Subject
+from gpuops.checks.storage.disk_space import is_ignored
 from gpuops.host.storage.mounts import MountTable, read_mount_table
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
@@ -37,7 +37,7 @@ def judge(facts: MountTable, parameters: Parameters, context: JudgeContext) -> l
         for point, source in expected.items()
         if _plain(point) not in mounted
     ]
-    in_fstab = [point for point in facts.in_fstab if not _ignored(point, parameters.ignore)]
+    in_fstab = [point for point in facts.in_fstab if not is_ignored(point, parameters.ignore)]
     named = {_plain(point) for point in expected}
     missing += [
         _missing(point, Status.WARN, "/etc/fstab")
@@ -47,37 +47,21 @@ def judge(facts: MountTable, parameters: Parameters, context: JudgeContext) -> l
     if missing:
         return missing
     count = len(named | set(in_fstab))
-    return [
-        Finding(
-            check="mount_state",
-            entity=context.node,
-            status=Status.PASS if count else Status.SKIP,
-            message=f"all {count} expected mounts are present"
-            if count
-            else "neither profile nor fstab expects a mount",
-        )
-    ]
+    status, text = Status.PASS, f"all {count} expected mounts are present"
+    if not count:
+        status, text = Status.SKIP, "neither profile nor fstab expects a mount"
+    return [Finding(check="mount_state", entity=context.node, status=status, message=text)]
 
 
 def _plain(point: str) -> str:
     return point.rstrip("/") or "/"
 
 
-def _ignored(point: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(point, pattern) for pattern in patterns)
-
-
 def _missing(point: str, status: Status, source: str) -> Finding:
-    return Finding(
-        check="mount_state",
-        entity=Entity(EntityKind.MOUNT, _plain(point)),
-        status=status,
-        value="not mounted",
-        threshold="mounted",
-        source=source,
-        message=f"nothing is mounted on {point}",
-        failure_class=FailureClass.STORAGE_SHARED_FS,
-    )
+    entity = Entity(EntityKind.MOUNT, _plain(point))
+    subject = Subject("mount_state", entity, FailureClass.STORAGE_SHARED_FS)
+    text = f"nothing is mounted on {point}"
+    return subject.compared(status, "not mounted", "mounted", source, text)
 
 
 CHECK = Check(

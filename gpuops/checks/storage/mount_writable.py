@@ -1,15 +1,8 @@
 """Are the folders writable that jobs use? A file is created, synced and removed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpuops.checks.core.check import (
-    Check,
-    CheckLimit,
-    JudgeContext,
-    Probe,
-    Subject,
-    skipped,
-)
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, skipped
 from gpuops.checks.core.profile import Profile
 from gpuops.host.storage.write_test import WriteAnswer, Writes, read_writes
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
@@ -38,9 +31,7 @@ def judge(facts: Writes, parameters: Parameters, context: JudgeContext) -> list[
 
     A timeout fails only if the process was stuck inside the kernel.
     """
-    subject = Subject(
-        check="mount_writable", entity=context.node, failure_class=FailureClass.STORAGE_SHARED_FS
-    )
+    subject = Subject("mount_writable", context.node, FailureClass.STORAGE_SHARED_FS)
     answers = [answer for answer in facts.answers if answer.path in parameters.paths]
     if not answers:
         return [skipped(subject, "the suite names no folder")]
@@ -52,6 +43,7 @@ def judge(facts: Writes, parameters: Parameters, context: JudgeContext) -> list[
 
 def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
     entity = Entity(EntityKind.MOUNT, answer.path)
+    subject = Subject("mount_writable", entity, FailureClass.STORAGE_SHARED_FS, "s")
     if answer.silent is not None:
         return Finding(
             check="mount_writable",
@@ -64,23 +56,12 @@ def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
         )
     if answer.error is not None:
         denied = answer.error in _NOT_ALLOWED
-        return Finding(
-            check="mount_writable",
-            entity=entity,
-            status=Status.UNKNOWN if denied else Status.FAIL,
-            value=answer.error,
-            threshold="written",
-            source=parameters.source,
-            message=f"writing in {answer.path} failed with {answer.error}",
-            failure_class=_CLASSES.get(answer.error, FailureClass.STORAGE_SHARED_FS),
-            unknown_reason=UnknownReason.NO_PERMISSION if denied else None,
-        )
-    subject = Subject(
-        check="mount_writable",
-        entity=entity,
-        failure_class=FailureClass.STORAGE_SHARED_FS,
-        unit="s",
-    )
+        status = Status.UNKNOWN if denied else Status.FAIL
+        kind = _CLASSES.get(answer.error, FailureClass.STORAGE_SHARED_FS)
+        text = f"writing in {answer.path} failed with {answer.error}"
+        about = replace(subject, failure_class=kind, unit=None)
+        unknown = UnknownReason.NO_PERMISSION if denied else None
+        return about.compared(status, answer.error, "written", parameters.source, text, unknown)
     text = f"{answer.path} was written in {format_seconds(answer.elapsed_s)}"
     return subject.below(parameters.elapsed_s, answer.elapsed_s, text, digits=3, unit="s")
 

@@ -47,12 +47,7 @@ def judge(facts: Nvme, parameters: Parameters, context: JudgeContext) -> list[Fi
     judged, and the first finding says so.
     """
     drives = [drive for drive in facts.drives if drive.transport in _LOCAL]
-    subject = Subject(
-        check="nvme_smart",
-        entity=context.node,
-        failure_class=FailureClass.HOST_DISK,
-        unit="drives",
-    )
+    subject = Subject("nvme_smart", context.node, FailureClass.HOST_DISK, "drives")
     expected = context.profile.nvme_count
     if not drives and not expected:
         return [skipped(subject, "no NVMe drive")]
@@ -110,16 +105,9 @@ def _finding(
     source: str,
     message: str,
 ) -> Finding:
-    return Finding(
-        check="nvme_smart",
-        entity=Entity(EntityKind.DISK, drive.serial),
-        status=status,
-        value=value,
-        threshold=threshold,
-        source=source,
-        message=f"{drive.name} ({drive.model or 'no model'}) {message}",
-        failure_class=FailureClass.HOST_DISK,
-    )
+    text = f"{drive.name} ({drive.model or 'no model'}) {message}"
+    subject = Subject("nvme_smart", Entity(EntityKind.DISK, drive.serial), FailureClass.HOST_DISK)
+    return subject.compared(status, value, threshold, source, text)
 
 
 def _name(drive: NvmeDrive) -> str:

@@ -17,12 +17,12 @@ from gpuops.cli.check.text import findings_table, nagios_line, suite_list
 from gpuops.cli.options import json_option, settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
-from gpuops.gate.record import CheckOccasion, RecordOptions, record_check_run
+from gpuops.gate.record import CheckOccasion, record_check_run, record_options
 from gpuops.gate.session import CheckPlan, check_node, make_plan, start_saving_state
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
-from gpuops.host.trust import atomic_write, current_uid
+from gpuops.host.trust import atomic_write
 from gpuops.model import Finding, Status, envelope
 
 TRIGGERS = ("manual", "prolog", "epilog", "periodic", "preflight")
@@ -194,7 +194,8 @@ def _record_result(
             gpus=request.gpus,
             mode=settings.mode.value,
         )
-        options = _record_context(ctx, settings, request.state_dir)
+        config_file = (ctx.find_root().obj or {}).get("config_file")
+        options = record_options(settings, config_file, request.state_dir)
         wait_for_state = start_saving_state(plan, check_run)
         not_recorded = record_check_run(check_run, occasion, options, clock)
         not_saved = wait_for_state()
@@ -222,18 +223,6 @@ def _write_metrics(check_run: CheckRun, path: Path) -> str | None:
     except ProbeError as exc:
         problem = str(exc)
     return problem and f"gpuops: cannot write {path}: {problem}"
-
-
-def _record_context(ctx: click.Context, settings: Settings, state_dir: Path) -> RecordOptions:
-    config_file = (ctx.find_root().obj or {}).get("config_file")
-    return RecordOptions(
-        spool_dir=settings.spool_dir,
-        spool_bytes_max=settings.spool_bytes_max,
-        root=settings.root,
-        config_file=Path(config_file).absolute() if config_file else None,
-        environ=environ(),
-        state_dir=state_dir if current_uid() == 0 else None,
-    )
 
 
 def _width() -> int | None:

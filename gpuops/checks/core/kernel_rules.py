@@ -143,16 +143,6 @@ class RuleSearch:
                         del self._found[key]
 
 
-def search(
-    records: Iterable[KernelRecord], rules: Sequence[LogRule], now_us: int | None = None
-) -> KernelLogMatches:
-    """Return what *rules* find in *records*; see `RuleSearch`."""
-    searched = RuleSearch(rules)
-    for batch in batches(records):
-        searched.add(batch)
-    return searched.log(now_us)
-
-
 def batches(records: Iterable[KernelRecord]) -> Iterator[list[KernelRecord]]:
     """Yield *records* by the thousand."""
     left = iter(records)

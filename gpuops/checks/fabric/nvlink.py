@@ -67,7 +67,7 @@ def _judge(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
         )
     if links.up < expected <= links.up + links.unknown:
         return NotReported(f"{links.unknown} of its NVLinks gave no answer")
-    return [] if links.up >= expected else [_down(links, expected, status, source)]
+    return () if links.up >= expected else _down(links, expected, status, source)
 
 
 def _down(links: _Links, expected: int, status: Status, source: str) -> GpuVerdict:

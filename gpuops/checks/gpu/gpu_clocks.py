@@ -53,18 +53,16 @@ def _judge(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
     return ()
 
 
-def _slow(allowed_mhz: int, wanted_mhz: float, status: Status, source: str) -> list[GpuVerdict]:
-    return [
-        GpuVerdict(
-            status=status,
-            message=f"its SM clock may reach {allowed_mhz} MHz, expected {wanted_mhz:g} MHz",
-            value=allowed_mhz,
-            unit="MHz",
-            threshold=f">= {wanted_mhz:g} MHz",
-            source=source,
-            failure_class=FailureClass.GPU_CONFIG,
-        )
-    ]
+def _slow(allowed_mhz: int, wanted_mhz: float, status: Status, source: str) -> GpuVerdict:
+    return GpuVerdict(
+        status=status,
+        message=f"its SM clock may reach {allowed_mhz} MHz, expected {wanted_mhz:g} MHz",
+        value=allowed_mhz,
+        unit="MHz",
+        threshold=f">= {wanted_mhz:g} MHz",
+        source=source,
+        failure_class=FailureClass.GPU_CONFIG,
+    )
 
 
 def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:

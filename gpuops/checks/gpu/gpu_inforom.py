@@ -20,15 +20,13 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
     calls = [error.call for error in gpu.errors if error.code == CORRUPTED_INFOROM]
     if gpu.inforom_valid is False or calls:
         how = f" ({', '.join(calls)})" if calls else ""
-        return [
-            GpuVerdict(
-                status=Status.FAIL,
-                message=f"its InfoROM is corrupt{how}",
-                value="corrupt",
-                threshold="= valid",
-                failure_class=FailureClass.GPU_INFOROM,
-            )
-        ]
+        return GpuVerdict(
+            status=Status.FAIL,
+            message=f"its InfoROM is corrupt{how}",
+            value="corrupt",
+            threshold="= valid",
+            failure_class=FailureClass.GPU_INFOROM,
+        )
     return NotReported() if gpu.inforom_valid is None else ()
 
 

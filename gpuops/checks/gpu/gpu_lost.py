@@ -40,13 +40,11 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
 
 def _judge(gpu: NvmlGpu) -> GpuResult:
     if gpu.hung_call is not None:
-        return [
-            GpuVerdict(
-                status=Status.UNKNOWN,
-                message=f"gave no answer in {gpu.hung_call}; see gpu_driver",
-                unknown_reason=UnknownReason.TIMEOUT,
-            )
-        ]
+        return GpuVerdict(
+            status=Status.UNKNOWN,
+            message=f"gave no answer in {gpu.hung_call}; see gpu_driver",
+            unknown_reason=UnknownReason.TIMEOUT,
+        )
     if gpu.error is not None:
         return [_unopened(gpu.error, gpu.error_code)]
     for code in (GPU_IS_LOST, RESET_REQUIRED):
@@ -56,16 +54,14 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
     errors = [f"{error.call}: {error.text}" for error in gpu.errors if error.code in _CALL_ERRORS]
     if errors:
         more = f"; {len(errors) - 3} more" if len(errors) > 3 else ""
-        return [
-            GpuVerdict(
-                status=Status.WARN,
-                message=f"{'; '.join(errors[:3])}{more}",
-                value=len(errors),
-                unit="calls",
-                threshold="no call fails",
-                failure_class=FailureClass.GPU_DRIVER,
-            )
-        ]
+        return GpuVerdict(
+            status=Status.WARN,
+            message=f"{'; '.join(errors[:3])}{more}",
+            value=len(errors),
+            unit="calls",
+            threshold="no call fails",
+            failure_class=FailureClass.GPU_DRIVER,
+        )
     return ()
 
 

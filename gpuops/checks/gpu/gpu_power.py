@@ -54,17 +54,15 @@ def _judge(gpu: NvmlGpu, limit: CheckLimit, context: JudgeContext) -> GpuResult:
     if status is Status.PASS:
         return ()
     only_warns = profile.power_limit_w is None or power.limit_w > expected_w
-    return [
-        GpuVerdict(
-            status=Status.WARN if only_warns else status,
-            message=f"its power limit is {power.limit_w:g} W, expected {expected_w:g} W",
-            value=power.limit_w,
-            unit="W",
-            threshold=f"= {expected_w:g} W",
-            source=source,
-            failure_class=FailureClass.GPU_CONFIG,
-        )
-    ]
+    return GpuVerdict(
+        status=Status.WARN if only_warns else status,
+        message=f"its power limit is {power.limit_w:g} W, expected {expected_w:g} W",
+        value=power.limit_w,
+        unit="W",
+        threshold=f"= {expected_w:g} W",
+        source=source,
+        failure_class=FailureClass.GPU_CONFIG,
+    )
 
 
 def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:

@@ -45,16 +45,14 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
     text, failure_class = _ACTIONS.get(
         action, ("an action that gpuops does not know", FailureClass.GPU_DRIVER)
     )
-    return [
-        GpuVerdict(
-            status=Status.FAIL if action in _ACTIONS else Status.WARN,
-            message=f"the driver requests: {text}",
-            value=action,
-            unit="recovery action",
-            threshold="= 0 (none)",
-            failure_class=failure_class,
-        )
-    ]
+    return GpuVerdict(
+        status=Status.FAIL if action in _ACTIONS else Status.WARN,
+        message=f"the driver requests: {text}",
+        value=action,
+        unit="recovery action",
+        threshold="= 0 (none)",
+        failure_class=failure_class,
+    )
 
 
 def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:

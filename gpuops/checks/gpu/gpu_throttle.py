@@ -66,17 +66,15 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     if not failing and not warning:
         return ()
     reasons = ", ".join(_TEXTS[name] for name in REASONS if name in {*failing, *warning})
-    return [
-        GpuVerdict(
-            status=Status.FAIL if failing else Status.WARN,
-            message=f"its clocks are reduced by {reasons}",
-            value=f"{mask:#x}",
-            unit="clock reasons",
-            threshold=f"without {', '.join((*parameters.fail, *parameters.warn))}",
-            source=parameters.source,
-            failure_class=FailureClass.GPU_THERMAL_POWER,
-        )
-    ]
+    return GpuVerdict(
+        status=Status.FAIL if failing else Status.WARN,
+        message=f"its clocks are reduced by {reasons}",
+        value=f"{mask:#x}",
+        unit="clock reasons",
+        threshold=f"without {', '.join((*parameters.fail, *parameters.warn))}",
+        source=parameters.source,
+        failure_class=FailureClass.GPU_THERMAL_POWER,
+    )
 
 
 def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:

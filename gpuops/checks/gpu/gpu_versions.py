@@ -112,16 +112,14 @@ def _vbios(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
         status, source = Status.WARN, "the GPUs of this model here"
     if not wrong:
         return ()
-    return [
-        GpuVerdict(
-            status=status,
-            message=f"its VBIOS is {gpu.vbios}, expected {expected}",
-            value=gpu.vbios,
-            threshold=f"= {expected}",
-            source=source,
-            failure_class=FailureClass.GPU_CONFIG,
-        )
-    ]
+    return GpuVerdict(
+        status=status,
+        message=f"its VBIOS is {gpu.vbios}, expected {expected}",
+        value=gpu.vbios,
+        threshold=f"= {expected}",
+        source=source,
+        failure_class=FailureClass.GPU_CONFIG,
+    )
 
 
 def _summary(gpus: Sequence[NvmlGpu], nvml: NvmlSnapshot) -> GpuVerdict:

@@ -55,7 +55,7 @@ class NotReported:
     why: str = ""
 
 
-GpuResult = Sequence[GpuVerdict] | NotReported
+GpuResult = Sequence[GpuVerdict] | GpuVerdict | NotReported
 _Reason = tuple[str, UnknownReason | None]
 
 
@@ -85,10 +85,11 @@ def judge_each(
         result = judge_one(gpu)
         if isinstance(result, NotReported):
             not_judged.setdefault(_reason(gpu, result, calls), []).append(gpu)
-        elif result:
-            entity = entity_of(gpu, context.node)
-            findings += [finding(check, entity, verdict, gpu) for verdict in result]
-        else:
+            continue
+        verdicts = [result] if isinstance(result, GpuVerdict) else result
+        entity = entity_of(gpu, context.node)
+        findings += [finding(check, entity, verdict, gpu) for verdict in verdicts]
+        if not verdicts:
             healthy.append(gpu)
     if healthy and not findings:
         findings.append(finding(check, context.node, summarize(healthy)))

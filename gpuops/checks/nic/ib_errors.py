@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject, skipped
-from gpuops.checks.nic.ib_ports import PROBE, counter, nic
+from gpuops.checks.nic.ib_ports import PROBE, counter, counters_of, nic
 from gpuops.errors import ConfigError
 from gpuops.host.infiniband import Port, RdmaPorts, is_full
 from gpuops.host.node_state import CounterGrowth
@@ -87,12 +87,7 @@ def _growth(port: Port, name: str, context: JudgeContext) -> CounterGrowth | Non
 
 def counters(facts: RdmaPorts) -> Mapping[str, float]:
     """Return the error counters of every port that a suite may limit."""
-    return {
-        counter("ib_errors", port, name): port.counters[name]
-        for port in facts.ports
-        for name in COUNTERS
-        if name in port.counters
-    }
+    return counters_of(facts, "ib_errors", COUNTERS)
 
 
 CHECK = Check(

@@ -146,14 +146,19 @@ def _downs(ports: Iterable[Port], limit: CheckLimit, context: JudgeContext) -> l
     return [finding for finding in findings if finding.status is not Status.PASS]
 
 
-def counters(facts: RdmaPorts) -> Mapping[str, float]:
-    """Return how often each port lost its link."""
+def counters_of(facts: RdmaPorts, check: str, names: Iterable[str]) -> Mapping[str, float]:
+    """Return the counters of every port for *check*, of those called *names*."""
     return {
-        counter("ib_ports", port, name): port.counters[name]
+        counter(check, port, name): port.counters[name]
         for port in facts.ports
-        for name in DOWNS
+        for name in names
         if name in port.counters
     }
+
+
+def counters(facts: RdmaPorts) -> Mapping[str, float]:
+    """Return how often each port lost its link."""
+    return counters_of(facts, "ib_ports", DOWNS)
 
 
 CHECK = Check(

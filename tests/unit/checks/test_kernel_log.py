@@ -18,7 +18,8 @@ from gpuops.checks.core.kernel_rules import (
     SUBJECTS_MAX,
     KernelFacts,
     KernelLogMatches,
-    search,
+    RuleSearch,
+    batches,
 )
 from gpuops.checks.core.xid_catalogue import XidClass, load_xids
 from gpuops.checks.host.kernel_log import judge
@@ -30,6 +31,13 @@ from gpuops.rules import KERNEL_LOG, LINE_MAX, LogSource, first_match, load_rule
 RULES = [rule for rule in log.RULES if rule.source is LogSource.KERNEL]
 JUDGED = [rule for rule in RULES if rule.check == KERNEL_LOG]
 HOUR_US = 3_600_000_000
+
+
+def search(records, rules, now_us=None):
+    searched = RuleSearch(rules)
+    for batch in batches(records):
+        searched.add(batch)
+    return searched.log(now_us)
 
 
 def judged(found, case=CASE):

@@ -15,7 +15,7 @@ from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.gate.health_check import FindScontrol, check_health, follow_up, publish_drain
 from gpuops.gate.hook import GateResult, HookContext, run_hook, within_shipped_deadline
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
-from gpuops.gate.permit import DrainPermitClient
+from gpuops.gate.permit import GateSettings
 from gpuops.gate.record import record_options
 from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
@@ -175,8 +175,8 @@ def _hook_context(
     )
 
 
-def _gate_settings(settings: Settings, node: str) -> DrainPermitClient:
-    return DrainPermitClient(
+def _gate_settings(settings: Settings, node: str) -> GateSettings:
+    return GateSettings(
         node=node,
         cluster=settings.cluster,
         store_url=settings.store_url,

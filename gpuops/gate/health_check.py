@@ -41,7 +41,7 @@ from gpuops.gate.hook import (
     save_drain,
 )
 from gpuops.gate.node_state import StateError, read_state
-from gpuops.gate.permit import DrainPermitClient, sync_from_store
+from gpuops.gate.permit import GateSettings, sync_from_store
 from gpuops.gate.policy import (
     DrainOutcome,
     DrainStep,
@@ -89,7 +89,7 @@ def reason_not_to_drain(view: SlurmNode) -> str | None:
 class HealthContext:
     """What a health check acts with; ``write_s``: how long a dead disk may delay each record."""
 
-    gate: DrainPermitClient
+    gate: GateSettings
     scontrol: Scontrol
     retry: DrainRetry
     clock: Clock

@@ -25,7 +25,7 @@ from gpuops.config.resolve import GateMode, read_toml
 from gpuops.errors import ProbeError, UsageError
 from gpuops.gate.drain import DrainRecord, read_drain, write_drain
 from gpuops.gate.node_state import GPUS_PROBE, StateError, read_state
-from gpuops.gate.permit import DrainPermitClient, start_permission_request
+from gpuops.gate.permit import GateSettings, start_permission_request
 from gpuops.gate.policy import (
     NOT_ASKED,
     DrainCause,
@@ -89,7 +89,7 @@ class HookContext:
     job_id: str | None
     job_uid: int | None
     plan: CheckPlan
-    gate: DrainPermitClient
+    gate: GateSettings
     options: RecordOptions
     clock: Clock
     pause: Callable[[float], None]
@@ -196,7 +196,7 @@ def record_and_decide(
 
 
 def save_drain(
-    gate: DrainPermitClient, drain: DrainRecord | None, *, write_s: float = WRITE_S
+    gate: GateSettings, drain: DrainRecord | None, *, write_s: float = WRITE_S
 ) -> str | None:
     """Save *drain* as this node's own; return what went wrong. A dead disk costs *write_s*."""
     question = f"drain record {gate.state_dir}"
@@ -245,7 +245,7 @@ def _save_new_drain(
     return from_json(DrainRecord, saved, "the drain record"), None
 
 
-def recorded_drain(gate: DrainPermitClient) -> DrainRecord | None:
+def recorded_drain(gate: GateSettings) -> DrainRecord | None:
     """Return the drain that this node has on record; None also if it cannot be read."""
     try:
         return read_drain(gate.state_dir, uid=gate.uid)
@@ -253,7 +253,7 @@ def recorded_drain(gate: DrainPermitClient) -> DrainRecord | None:
         return None
 
 
-def _open_incident_id(gate: DrainPermitClient, cause: DrainCause) -> str | None:
+def _open_incident_id(gate: GateSettings, cause: DrainCause) -> str | None:
     """Return the id of the open incident that *cause* belongs to, if this node knows one."""
     try:
         incidents = read_state(gate.state_dir, gate.uid).incidents

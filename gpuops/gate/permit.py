@@ -24,7 +24,7 @@ START_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainPermitClient:
+class GateSettings:
     """The settings of the gate of this node; see ``gate.*``."""
 
     node: str
@@ -41,7 +41,7 @@ class DrainPermitClient:
 
 
 def start_permission_request(
-    gate: DrainPermitClient, cause: DrainCause, clock: Clock
+    gate: GateSettings, cause: DrainCause, clock: Clock
 ) -> Callable[[], PermitReply]:
     """Start to ask whether this node may be drained for *cause*; call the result for the reply.
 
@@ -70,7 +70,7 @@ def start_permission_request(
     return reply
 
 
-def _ask(gate: DrainPermitClient, cause: DrainCause, now_us: int) -> dict[str, object]:
+def _ask(gate: GateSettings, cause: DrainCause, now_us: int) -> dict[str, object]:
     from gpuops.store.permits import request_permit
 
     try:

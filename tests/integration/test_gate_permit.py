@@ -11,7 +11,7 @@ from support.runs import wait_until
 
 from gpuops.config.resolve import GateMode
 from gpuops.errors import ProbeError
-from gpuops.gate.permit import START_S, DrainPermitClient, start_permission_request
+from gpuops.gate.permit import START_S, GateSettings, start_permission_request
 from gpuops.gate.policy import DrainCause
 from gpuops.host.clock import FakeClock
 from gpuops.host.process import probe
@@ -33,7 +33,7 @@ CAUSE = DrainCause(
 
 
 def gate(tmp_path, store_url, node="n1"):
-    return DrainPermitClient(
+    return GateSettings(
         node=node,
         cluster="c",
         store_url=store_url,

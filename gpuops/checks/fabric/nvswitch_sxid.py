@@ -6,7 +6,7 @@ is about the fabric of all GPUs of the node, so it counts for every job on it.
 
 from dataclasses import dataclass
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject
 from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import SxidClass, SxidKind
 from gpuops.host.xid import Burst
@@ -58,16 +58,9 @@ def judge(facts: KernelFacts, parameters: Parameters, context: JudgeContext) -> 
 
 
 def _summary(facts: KernelFacts, context: JudgeContext) -> Finding:
-    return Finding(
-        check="nvswitch_sxid",
-        entity=context.node,
-        status=Status.PASS,
-        value=0,
-        unit="SXids",
-        threshold="= 0",
-        source="checks/xid",
-        message=f"no SXid that fails a switch {since(facts, repaired_us(context))}",
-    )
+    text = f"no SXid that fails a switch {since(facts, repaired_us(context))}"
+    subject = Subject("nvswitch_sxid", context.node, FailureClass.GPU_NVSWITCH, "SXids")
+    return subject.compared(Status.PASS, 0, "= 0", "checks/xid", text)
 
 
 def _cut_us(entity: Entity, facts: KernelFacts, context: JudgeContext) -> int | None:
@@ -105,17 +98,9 @@ def _finding(
         text += (
             f"; counts until a reboot, the driver's reload or `gpuops repair {node.id} --what TEXT`"
         )
-    return Finding(
-        check="nvswitch_sxid",
-        entity=entity,
-        status=status,
-        value=worst.kind.code,
-        unit="SXid",
-        threshold="none that is fatal",
-        source=worst.kind.source,
-        message=text,
-        failure_class=None if status is Status.PASS else FailureClass.GPU_NVSWITCH,
-    )
+    subject = Subject("nvswitch_sxid", entity, FailureClass.GPU_NVSWITCH, "SXid")
+    kind = worst.kind
+    return subject.compared(status, kind.code, "none that is fatal", kind.source, text)
 
 
 def _corrected_per_hour(bursts: list[_SxidBurst], now_us: int) -> int:

@@ -9,7 +9,7 @@ acknowledged repair (`gpuops repair`).
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
+from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject
 from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
@@ -88,16 +88,9 @@ def judge(facts: KernelFacts, parameters: Parameters, context: JudgeContext) -> 
 
 def _summary(cleared: int, facts: KernelFacts, context: JudgeContext) -> Finding:
     older = f"; {cleared} GPUs have older ones, which no longer count" if cleared else ""
-    return Finding(
-        check="gpu_xid",
-        entity=context.node,
-        status=Status.PASS,
-        value=0,
-        unit="Xids",
-        threshold="= 0",
-        source="checks/xid",
-        message=f"no Xid that fails a GPU {since(facts, repaired_us(context))}{older}",
-    )
+    text = f"no Xid that fails a GPU {since(facts, repaired_us(context))}{older}"
+    subject = Subject("gpu_xid", context.node, FailureClass.GPU_DRIVER, "Xids")
+    return subject.compared(Status.PASS, 0, "= 0", "checks/xid", text)
 
 
 def _gpu(address: str, facts: KernelFacts, context: JudgeContext) -> _Gpu:

@@ -32,7 +32,7 @@ def xid(code, tail="pid=7, name=python, Ch 00000010", gpu="3b"):
 
 
 @pytest.fixture
-def look(tmp_path):
+def read_log(tmp_path):
     return lambda *lines, **times: log.facts(tmp_path, *lines, **times)
 
 
@@ -59,9 +59,9 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("kind", CATALOGUE.values(), ids=lambda kind: kind.code)
-def test_each_code_of_the_catalogue_is_judged_by_its_class(look, kind):
+def test_each_code_of_the_catalogue_is_judged_by_its_class(read_log, kind):
     """Xid 154 without an action that can be read is all that is left of its class: a warning."""
-    (finding,) = findings(look(xid(kind.code)))
+    (finding,) = findings(read_log(xid(kind.code)))
     status = VERDICTS[kind.xid_class]
     named = kind.failure_class and kind.failure_class.value
 
@@ -86,12 +86,12 @@ def test_the_catalogue_says_what_nvidia_published(codes, xid_class):
     assert {CATALOGUE[code].xid_class for code in codes} == {xid_class}
 
 
-def test_a_code_that_no_catalogue_lists_warns(look):
-    assert said(findings(look(xid(999)))) == [(GPU, "warn", None)]
+def test_a_code_that_no_catalogue_lists_warns(read_log):
+    assert said(findings(read_log(xid(999)))) == [(GPU, "warn", None)]
 
 
-def test_no_xid_passes_and_says_how_far_back_the_log_goes(look):
-    (finding,) = findings(look("Linux version 6.1.0", "NVRM: nothing of note"))
+def test_no_xid_passes_and_says_how_far_back_the_log_goes(read_log):
+    (finding,) = findings(read_log("Linux version 6.1.0", "NVRM: nothing of note"))
 
     assert said([finding]) == [("n1", "pass", None)]
     assert finding.message == "no Xid that fails a GPU since boot"
@@ -100,51 +100,55 @@ def test_no_xid_passes_and_says_how_far_back_the_log_goes(look):
 @pytest.mark.parametrize(
     ("code", "statuses"), [(94, ["warn", "pass"]), (79, ["fail"]), (31, ["pass"])]
 )
-def test_a_node_of_which_no_gpu_fails_has_a_pass(look, code, statuses):
+def test_a_node_of_which_no_gpu_fails_has_a_pass(read_log, code, statuses):
     """A warning alone could also mean that the log was not read, and ends no drain."""
-    found = judge(look(xid(code)), Parameters(), CASE)
+    found = judge(read_log(xid(code)), Parameters(), CASE)
 
     assert [finding.status.word for finding in found] == statuses
 
 
 @pytest.mark.parametrize(("word", "status"), [("Fatal", "fail"), ("Nonfatal", "warn")])
-def test_an_nvlink5_line_says_itself_whether_it_is_fatal(look, word, status):
+def test_an_nvlink5_line_says_itself_whether_it_is_fatal(read_log, word, status):
     line = xid(145, tail=f"RLW_SRC_TRACK {word} XC1 i0 Link 11 (0x5 0x0)")
 
-    assert said(findings(look(line))) == [(GPU, status, "gpu_hw.nvlink")]
+    assert said(findings(read_log(line))) == [(GPU, status, "gpu_hw.nvlink")]
 
 
 @pytest.mark.parametrize(
     "words", ["GPU Reset Required", "Node Reboot Required", "Drain P2P", "Drain and Reset", "?"]
 )
-def test_what_the_driver_wants_done_fails_in_whatever_words(look, words):
+def test_what_the_driver_wants_done_fails_in_whatever_words(read_log, words):
     line = xid(154, tail=f"GPU recovery action changed from 0x0 (None) to 0x2 ({words})")
-    (finding,) = findings(look(line))
+    (finding,) = findings(read_log(line))
 
     assert said([finding]) == [(GPU, "fail", "gpu_sw.driver")]
     assert f"the driver requests: {words}" in finding.message
 
 
-def test_the_wish_of_the_driver_outranks_the_class_of_what_brought_it(look):
-    (finding,) = findings(look(xid(145, tail="RLW_REMAP Nonfatal XC0 i0 Link 00"), xid(154, RESET)))
+def test_the_wish_of_the_driver_outranks_the_class_of_its_cause(read_log):
+    (finding,) = findings(
+        read_log(xid(145, tail="RLW_REMAP Nonfatal XC0 i0 Link 00"), xid(154, RESET))
+    )
 
     assert said([finding]) == [(GPU, "fail", "gpu_hw.nvlink")]
 
 
-def test_a_wish_that_is_taken_back_takes_back_what_was_before_it(look):
-    assert said(findings(look(xid(119), xid(154, RESET), xid(154, WELL)))) == [("n1", "pass", None)]
+def test_a_wish_that_is_taken_back_takes_back_what_was_before_it(read_log):
+    assert said(findings(read_log(xid(119), xid(154, RESET), xid(154, WELL)))) == [
+        ("n1", "pass", None)
+    ]
 
 
-def test_what_comes_after_a_wish_was_taken_back_counts(look):
+def test_what_comes_after_a_wish_was_taken_back_counts(read_log):
     lines = xid(119), xid(154, RESET), xid(154, WELL), xid(48)
 
-    assert said(findings(look(*lines))) == [(GPU, "fail", "gpu_hw.ecc_uncorrectable")]
+    assert said(findings(read_log(*lines))) == [(GPU, "fail", "gpu_hw.ecc_uncorrectable")]
 
 
-def test_a_wish_about_one_gpu_says_nothing_about_another(look):
+def test_a_wish_about_one_gpu_says_nothing_about_another(read_log):
     lines = xid(79), xid(154, WELL, gpu="86")
 
-    assert said(findings(look(*lines))) == [(GPU, "fail", "gpu_hw.fell_off_bus")]
+    assert said(findings(read_log(*lines))) == [(GPU, "fail", "gpu_hw.fell_off_bus")]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +158,10 @@ def test_a_wish_about_one_gpu_says_nothing_about_another(look):
 )
 @pytest.mark.parametrize(("kind", "name"), [("node", "n1"), ("gpu", UUID), ("gpu", GPU)])
 def test_an_acknowledged_repair_ends_what_was_before_it(
-    tmp_path, look, after_us, status, kind, name
+    tmp_path, read_log, after_us, status, kind, name
 ):
     log.gpu_information(tmp_path, ADDRESS, UUID)
-    facts = look(xid(79), start_us=600 * SECOND_US)
+    facts = read_log(xid(79), start_us=600 * SECOND_US)
     (finding,) = findings(facts, repaired(600 * SECOND_US + after_us, kind, name))
 
     assert finding.status.word == status
@@ -173,12 +177,12 @@ def test_an_acknowledged_repair_ends_what_was_before_it(
     ],
     ids=["another GPU", "a network card", "in an earlier boot", "nobody knows when it booted"],
 )
-def test_a_repair_of_something_else_ends_nothing(look, case):
-    assert said(findings(look(xid(79)), case)) == [(GPU, "fail", "gpu_hw.fell_off_bus")]
+def test_a_repair_of_something_else_ends_nothing(read_log, case):
+    assert said(findings(read_log(xid(79)), case)) == [(GPU, "fail", "gpu_hw.fell_off_bus")]
 
 
-def test_a_failure_says_how_to_end_it_and_does_not_fade(look):
-    facts = look(xid(79), start_us=0)
+def test_a_failure_says_how_to_end_it_and_does_not_fade(read_log):
+    facts = read_log(xid(79), start_us=0)
     month_old = KernelFacts(
         source=facts.source,
         now_us=30 * 86400 * SECOND_US,
@@ -192,56 +196,56 @@ def test_a_failure_says_how_to_end_it_and_does_not_fade(look):
     assert "`gpuops repair n1 --what TEXT`" in finding.message
 
 
-def test_the_drivers_loading_ends_what_was_before_it(look):
-    assert said(findings(look(xid(119), LOADED))) == [("n1", "pass", None)]
-    assert said(findings(look(LOADED, xid(119)))) == [(GPU, "fail", "gpu_hw.gsp")]
+def test_the_drivers_loading_ends_what_was_before_it(read_log):
+    assert said(findings(read_log(xid(119), LOADED))) == [("n1", "pass", None)]
+    assert said(findings(read_log(LOADED, xid(119)))) == [(GPU, "fail", "gpu_hw.gsp")]
 
 
-def test_xid_45_follows_the_xid_that_brought_it(look):
-    (finding,) = findings(look(xid(95), *[xid(45)] * 9))
+def test_xid_45_follows_the_xid_that_brought_it(read_log):
+    (finding,) = findings(read_log(xid(95), *[xid(45)] * 9))
 
     assert said([finding]) == [(GPU, "fail", "gpu_hw.ecc_uncorrectable")]
     assert "also Xid 45" in finding.message
 
 
-def test_xid_45_alone_convicts_nobody_and_says_what_it_can_be(look):
-    (finding,) = findings(look(xid(45)))
+def test_xid_45_alone_convicts_nobody_and_says_what_it_can_be(read_log):
+    (finding,) = findings(read_log(xid(45)))
 
     assert finding.status.word == "pass"
     assert "fabric manager" in finding.message
 
 
 @pytest.mark.parametrize(("minutes", "status"), [(2, "pass"), (3, "warn"), (4, "warn")])
-def test_a_gpu_on_which_applications_fail_again_and_again_is_suspect(look, minutes, status):
-    facts = look(*[xid(31)] * minutes, step_us=60 * SECOND_US)
+def test_a_gpu_on_which_applications_fail_again_and_again_is_suspect(read_log, minutes, status):
+    facts = read_log(*[xid(31)] * minutes, step_us=60 * SECOND_US)
     (finding,) = findings(facts, application_minutes=limit(warn=3))
 
     assert finding.status.word == status
     assert finding.failure_class == ("gpu_fault.illegal_access" if status == "warn" else None)
 
 
-def test_no_number_of_application_xids_fails_a_node(look):
-    facts = look(*[xid(13), xid(31), xid(43)] * 90, step_us=60 * SECOND_US)
+def test_no_number_of_application_xids_fails_a_node(read_log):
+    facts = read_log(*[xid(13), xid(31), xid(43)] * 90, step_us=60 * SECOND_US)
 
     assert findings(facts, application_minutes=limit(fail=1))[0].status.word == "warn"
 
 
 @pytest.mark.parametrize(("step_us", "minutes"), [(59_999_999, 1), (60_000_000, 2)])
-def test_lines_are_counted_once_a_minute(look, step_us, minutes):
+def test_lines_are_counted_once_a_minute(read_log, step_us, minutes):
     """The second line comes just before the minute's edge, or at it."""
-    facts = look(xid(31), xid(31), step_us=step_us)
+    facts = read_log(xid(31), xid(31), step_us=step_us)
 
     assert len(facts.driver.xids) == minutes
 
 
-def test_a_gpu_is_named_by_its_uuid_where_it_is_known(tmp_path, look):
+def test_a_gpu_is_named_by_its_uuid_where_it_is_known(tmp_path, read_log):
     log.gpu_information(tmp_path, ADDRESS, UUID)
 
-    assert findings(look(xid(79)))[0].entity.id == UUID
+    assert findings(read_log(xid(79)))[0].entity.id == UUID
 
 
-def test_a_gpu_is_named_by_what_the_driver_wrote_beside_its_first_xid(look):
-    facts = look(f"NVRM: GPU at PCI:0000:3b:00: {UUID}", xid(79))
+def test_a_gpu_is_named_by_what_the_driver_wrote_beside_its_first_xid(read_log):
+    facts = read_log(f"NVRM: GPU at PCI:0000:3b:00: {UUID}", xid(79))
 
     assert findings(facts)[0].entity.id == UUID
 
@@ -259,40 +263,42 @@ def test_a_gpu_is_named_by_what_the_driver_wrote_beside_its_first_xid(look):
         (set(), "warn"),
     ],
 )
-def test_a_gpu_that_a_job_does_not_get_only_warns(tmp_path, look, asked, status):
+def test_a_gpu_that_a_job_does_not_get_only_warns(tmp_path, read_log, asked, status):
     log.gpu_information(tmp_path, "0000:1a:00.0", "GPU-0a1b2c3d-0000-0000-0000-000000000000")
     log.gpu_information(tmp_path, ADDRESS, UUID)
     case = JudgeContext(node=NODE, gpus=None if asked is None else frozenset(asked))
-    (finding,) = findings(look(xid(79)), case)
+    (finding,) = findings(read_log(xid(79)), case)
 
     assert said([finding]) == [(UUID, status, "gpu_hw.fell_off_bus")]
 
 
 @pytest.mark.parametrize(("number", "status"), [(0, "warn"), (1, "fail"), (3, "fail"), (2, "warn")])
-def test_a_number_of_slurms_is_a_place_by_address_or_a_device_file(tmp_path, look, number, status):
+def test_a_number_of_slurms_is_a_place_by_address_or_a_device_file(
+    tmp_path, read_log, number, status
+):
     log.gpu_information(tmp_path, "0000:1a:00.0", "GPU-0a1b2c3d-0000-0000-0000-000000000000", 2)
     log.gpu_information(tmp_path, ADDRESS, UUID, 3)
     (finding,) = findings(
-        look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({f"slurm:{number}"}))
+        read_log(xid(79)), JudgeContext(node=NODE, gpus=frozenset({f"slurm:{number}"}))
     )
 
     assert finding.status.word == status
 
 
-def test_a_gpu_that_cannot_be_told_from_others_counts_as_asked_about(tmp_path, look):
+def test_a_gpu_that_cannot_be_told_from_others_counts_as_asked_about(tmp_path, read_log):
     assert (
-        findings(look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
+        findings(read_log(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
         == "fail"
     )
     log.gpu_information(tmp_path, ADDRESS, "GPU-????????-????-????-????-????????????")
     assert (
-        findings(look(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
+        findings(read_log(xid(79)), JudgeContext(node=NODE, gpus=frozenset({UUID})))[0].status.word
         == "fail"
     )
 
 
-def test_each_gpu_is_a_finding_and_the_worst_comes_first(look):
-    facts = look(xid(31, gpu="1a"), xid(94, gpu="2b"), xid(79, gpu="3c"))
+def test_each_gpu_is_a_finding_and_the_worst_comes_first(read_log):
+    facts = read_log(xid(31, gpu="1a"), xid(94, gpu="2b"), xid(79, gpu="3c"))
 
     assert [finding.status.word for finding in findings(facts)] == ["fail", "warn", "pass"]
 
@@ -334,8 +340,8 @@ def test_any_log_is_judged_without_an_error(tmp_path_factory, lines):
     assert findings(log.facts(root, *lines, *prefixed))
 
 
-def test_facts_survive_their_way_through_json(look):
-    facts = look(xid(79), xid(145, tail="RLW_CTRL Fatal XC0 i0 Link 00"), xid(154, RESET))
+def test_facts_survive_their_way_through_json(read_log):
+    facts = read_log(xid(79), xid(145, tail="RLW_CTRL Fatal XC0 i0 Link 00"), xid(154, RESET))
 
     assert from_json(KernelFacts, to_json(facts), "a test") == facts
 

@@ -66,8 +66,8 @@ def test_every_shipped_suite_runs_checks_that_there_are_and_the_full_one_all(sui
     assert "timeout" not in loaded.unknown
 
 
-def test_checks_that_share_a_look_share_the_very_same_one():
-    looks = {}
+def test_checks_that_share_a_probe_share_the_very_same_one():
+    probes = {}
     for name in NAMES:
-        look = check_named(name).probe
-        assert looks.setdefault(look.name, look) is look
+        probe = check_named(name).probe
+        assert probes.setdefault(probe.name, probe) is probe

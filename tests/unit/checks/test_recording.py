@@ -68,11 +68,11 @@ def suite(*names):
     )
 
 
-def recording(*looks, state=None):
+def recording(*probes, state=None):
     return Recording(
         node="n1",
         moment=MOMENT,
-        results={item.probe: item for item in looks},
+        results={item.probe: item for item in probes},
         state=state or NodeState(),
     )
 
@@ -81,12 +81,12 @@ def again(made):
     return parse_recording(json.dumps(made.to_json()), "it")
 
 
-def found(looks, state, names):
+def found(probes, state, names):
     case = judge_context_for(state, node=CASE.node, moment=MOMENT, purpose=StateUpdate())
-    return judge(suite(*names), looks, RunContext(case), FakeClock(MOMENT.t_us))
+    return judge(suite(*names), probes, RunContext(case), FakeClock(MOMENT.t_us))
 
 
-looked = st.builds(
+result = st.builds(
     lambda n, texts, ratio: {"n": n, "words": texts, "ratio": ratio},
     st.integers(-3, 3),
     st.lists(st.sampled_from(["GPU-1", "nvidia", "ok", "ä"]), max_size=3),
@@ -96,9 +96,9 @@ looked = st.builds(
 )
 
 
-@given(st.dictionaries(st.sampled_from("abc"), looked, min_size=1), st.integers(-3, 3))
+@given(st.dictionaries(st.sampled_from("abc"), result, min_size=1), st.integers(-3, 3))
 def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
-    looks = [
+    probes = [
         ProbeResult(probe=name, facts=value)
         if kind == "facts"
         else ProbeResult(probe=name, error="could not look", reason=value)
@@ -107,8 +107,8 @@ def test_the_verdict_of_a_recording_is_that_of_the_node(given_looks, before):
     sample = CounterSample(boot_id="b", since_boot_s=10.0, t_us=0, values={"n": float(before)})
     state = NodeState(samples=(sample,))
     names = sorted(given_looks)
-    live = found(looks, state, names)
-    made = again(recording(*looks, state=state))
+    live = found(probes, state, names)
+    made = again(recording(*probes, state=state))
     replayed = found(made.results_for(suite(*names), "a"), made.state, names)
 
     assert replayed == live
@@ -123,13 +123,13 @@ def test_what_a_node_knew_of_itself_is_in_it():
     assert (read.profile, read.gpus_expected) == ("h100", 8)
 
 
-def test_a_look_that_was_not_recorded_could_not_be_looked_at():
-    (looked,) = again(recording()).results_for(suite("a"), "gpus")
+def test_a_probe_that_was_not_recorded_was_not_run():
+    (result,) = again(recording()).results_for(suite("a"), "gpus")
 
-    assert (looked.error, looked.reason) == ("the recording has no 'a'", "not_supported")
+    assert (result.error, result.reason) == ("the recording has no 'a'", "not_supported")
 
 
-def test_the_look_that_chooses_the_profile_comes_first():
+def test_the_probe_that_chooses_the_profile_comes_first():
     made = recording(*(ProbeResult(probe=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
 
     assert [item.probe for item in made.results_for(suite("a", "b", "gpus"), "gpus")] == [

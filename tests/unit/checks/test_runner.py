@@ -1,4 +1,4 @@
-"""A suite runs to its end whatever its looks and judges do, and no bug of ours fails the node."""
+"""A suite runs to its end whatever its probes and judges do, and no bug of ours fails the node."""
 
 import os
 import signal
@@ -61,8 +61,8 @@ def planned(
     locks=(),
     inputs=lambda _parameters, _profile: (),
 ):
-    look = Probe(f"look of {name}", Number, read, locks=frozenset(locks))
-    check = Check(name, "a test", look, NoParameters, judge or verdict(Status.PASS), inputs=inputs)
+    probe = Probe(f"look of {name}", Number, read, locks=frozenset(locks))
+    check = Check(name, "a test", probe, NoParameters, judge or verdict(Status.PASS), inputs=inputs)
     return PlannedCheck(check, NoParameters(), timeout_s)
 
 
@@ -85,7 +85,7 @@ def raising(error):
     return read
 
 
-def test_facts_travel_from_the_look_to_the_judge():
+def test_facts_travel_from_the_probe_to_the_judge():
     ran = run(planned("a"))
 
     assert [finding.message for finding in ran.findings] == ["saw 7"]
@@ -119,10 +119,10 @@ def test_the_verdict_is_the_worst_finding():
     assert ran.verdict is Status.FAIL
 
 
-def test_checks_that_share_a_look_share_one_child():
-    look = Probe("shared", Number, lambda _machine, _budget_s: Number(os.getpid()))
+def test_checks_that_share_a_probe_share_one_child():
+    probe = Probe("shared", Number, lambda _machine, _budget_s: Number(os.getpid()))
     checks = [
-        PlannedCheck(Check(n, "", look, NoParameters, verdict(Status.PASS)), NoParameters(), 20.0)
+        PlannedCheck(Check(n, "", probe, NoParameters, verdict(Status.PASS)), NoParameters(), 20.0)
         for n in ("a", "b")
     ]
     first, second = run(*checks).findings
@@ -157,7 +157,7 @@ def test_the_deadline_of_the_suite_ends_them_all():
     assert time.monotonic() - started < 0.3 + STOP_S + 4
 
 
-def test_a_look_knows_how_long_it_has():
+def test_a_probe_knows_how_long_it_has():
     (finding,) = run(
         planned("a", lambda _machine, budget_s: Number(100 * round(budget_s / 100)), timeout_s=900),
         deadline_s=400,
@@ -175,7 +175,7 @@ def test_a_look_knows_how_long_it_has():
         ("timeout", Status.UNKNOWN),
     ],
 )
-def test_what_cannot_be_looked_at_becomes_what_the_suite_says(reason, status):
+def test_what_cannot_be_probed_becomes_what_the_suite_says(reason, status):
     (finding,) = run(planned("a", raising(ProbeError("may not", reason)))).findings
 
     assert (finding.status, finding.unknown_reason, finding.message) == (status, reason, "may not")
@@ -187,7 +187,7 @@ def test_a_reason_without_a_policy_stays_unknown():
     assert ran.verdict is Status.UNKNOWN
 
 
-def test_a_look_that_raises_is_our_failure_and_warns():
+def test_a_probe_that_raises_is_our_failure_and_warns():
     ran = run(planned("a", raising(KeyError("a bug"))), planned("b"))
 
     assert [finding.status for finding in ran.findings] == [Status.WARN, Status.PASS]
@@ -197,7 +197,7 @@ def test_a_look_that_raises_is_our_failure_and_warns():
     assert "KeyError" in failure.traceback
 
 
-def test_a_look_that_dies_is_our_failure_and_warns():
+def test_a_probe_that_dies_is_our_failure_and_warns():
     ran = run(planned("a", lambda _m, _b: os.kill(os.getpid(), signal.SIGSEGV)))
 
     (finding,) = ran.findings
@@ -205,7 +205,7 @@ def test_a_look_that_dies_is_our_failure_and_warns():
     assert "SIGSEGV" in ran.failures[0].error
 
 
-def test_a_look_that_returns_other_facts_is_our_failure_and_warns():
+def test_a_probe_that_returns_other_facts_is_our_failure_and_warns():
     ran = run(planned("a", lambda _machine, _budget_s: 3))
 
     assert ran.findings[0].unknown_reason is UnknownReason.CRASH
@@ -228,13 +228,13 @@ def test_the_json_of_a_run_has_its_frozen_keys():
 
 
 def spans(ran):
-    """Return the start and the end of each look, from what `timed` wrote into its message."""
+    """Return the start and the end of each probe, from what `timed` wrote into its message."""
     return [tuple(float(word) for word in item.message.split()) for item in ran.findings]
 
 
 @dataclass(frozen=True)
 class Span:
-    """When a look started and ended."""
+    """When a probe started and ended."""
 
     start_s: float
     end_s: float
@@ -250,11 +250,11 @@ def timed(name, locks, pause_s=0.05):
         text = f"{facts.start_s} {facts.end_s}"
         return [Finding(check=name, entity=case.node, status=Status.PASS, message=text)]
 
-    look = Probe(f"look of {name}", Span, read, locks=frozenset(locks))
-    return PlannedCheck(Check(name, "", look, NoParameters, judge), NoParameters(), 20.0)
+    probe = Probe(f"look of {name}", Span, read, locks=frozenset(locks))
+    return PlannedCheck(Check(name, "", probe, NoParameters, judge), NoParameters(), 20.0)
 
 
-def test_looks_that_share_a_lock_run_one_after_another():
+def test_probes_that_share_a_lock_run_one_after_another():
     ran = run(timed("a", {"disk"}), timed("b", {"disk", "bus"}), timed("c", {"bus"}))
     (_, a_end), (b_start, b_end), (c_start, c_end) = spans(ran)
 
@@ -262,7 +262,7 @@ def test_looks_that_share_a_lock_run_one_after_another():
     assert b_end <= c_start or c_end <= b_start
 
 
-def test_looks_of_different_locks_run_together(tmp_path):
+def test_probes_of_different_locks_run_together(tmp_path):
     """Each waits for the two others."""
 
     def meet(_machine, _budget_s):
@@ -311,9 +311,9 @@ def test_a_lock_is_free_again_when_its_holder_was_given_up():
 BIG = Profile(name="big")
 
 
-def chooser(look, first=None):
+def chooser(probe, first=None):
     first = first or Profile(name="first")
-    return ProfileChooser(first, f"look of {look}", lambda looked: first if looked.error else BIG)
+    return ProfileChooser(first, f"look of {probe}", lambda result: first if result.error else BIG)
 
 
 def names_the_profile(facts, _parameters, case):
@@ -342,7 +342,7 @@ def test_nothing_is_judged_before_the_profile_is_chosen():
     assert ran.profile == "big"
 
 
-def test_a_look_that_cannot_choose_leaves_the_first_profile():
+def test_a_probe_that_cannot_choose_leaves_the_first_profile():
     ran = run(
         planned("a", judge=names_the_profile),
         planned("gpus", raising(ProbeError("hung", "timeout"))),
@@ -353,14 +353,14 @@ def test_a_look_that_cannot_choose_leaves_the_first_profile():
     assert ran.profile == "first"
 
 
-def test_a_suite_without_the_choosing_look_keeps_the_first_profile():
+def test_a_suite_without_the_choosing_probe_keeps_the_first_profile():
     ran = run(planned("a", judge=names_the_profile), chooser=chooser("gpus"))
 
     assert ran.findings[0].message == "first: 7"
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.5], ids=["already looked", "still looking"])
-def test_what_the_chosen_profile_asks_for_is_looked_at_again(pause_s):
+@pytest.mark.parametrize("pause_s", [0.0, 0.5], ids=["already result", "still looking"])
+def test_what_the_chosen_profile_asks_for_is_probed_again(pause_s):
     def services(machine, _budget_s):
         time.sleep(pause_s)
         return counts_what_is_asked(machine, _budget_s)
@@ -381,7 +381,7 @@ def test_what_the_chosen_profile_asks_for_is_looked_at_again(pause_s):
     assert ran.findings[0].message == "big: 1"
 
 
-def test_what_both_profiles_ask_for_is_looked_at_once(tmp_path):
+def test_what_both_profiles_ask_for_is_probed_once(tmp_path):
     def services(machine, _budget_s):
         (tmp_path / str(os.getpid())).touch()
         return counts_what_is_asked(machine, _budget_s)
@@ -411,7 +411,7 @@ def test_the_last_word_on_findings_is_the_callers():
     assert (ran.verdict, told[0].status) == (Status.SKIP, Status.SKIP)
 
 
-def test_the_facts_of_each_look_stay_with_the_run():
+def test_the_facts_of_each_probe_stay_with_the_run():
     ran = run(planned("a"), planned("b", raising(ProbeError("may not", "no_permission"))))
 
     assert ran.facts == {"look of a": Number(7)}

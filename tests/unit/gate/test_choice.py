@@ -101,12 +101,12 @@ def test_a_run_chooses_by_the_facts_as_they_travel():
 
 
 @pytest.mark.parametrize(
-    "looked",
+    "result",
     [
         ProbeResult(probe="gpus", error="hung", reason=UnknownReason.TIMEOUT),
         ProbeResult(probe="gpus", facts=7),
         ProbeResult(probe="gpus", facts={"pci": [], "nvml": {"status": "odd"}}),
     ],
 )
-def test_a_look_that_tells_nothing_leaves_the_first_profile(looked):
-    assert choice(H100, H200, remembered="h100").chooser().choose(looked) == H100
+def test_a_probe_that_tells_nothing_leaves_the_first_profile(result):
+    assert choice(H100, H200, remembered="h100").chooser().choose(result) == H100

@@ -67,7 +67,7 @@ class Node:
         self.file.write_text(text)
 
     def checked(self, *, then=lambda: None, left_s=ENOUGH_S + 0.01):
-        """Return the finding, of which *then* is what happens between the two looks."""
+        """Return the finding, of which *then* is what happens between the two checks."""
 
         def pause(seconds):
             self.paused.append(seconds)
@@ -91,13 +91,13 @@ def test_what_is_seen_twice_fails(node):
     assert node.paused == [AGAIN_AFTER_S]
 
 
-def test_what_passes_meanwhile_only_warns_and_both_looks_are_told(node):
+def test_what_passes_meanwhile_only_warns_and_both_checks_are_reported(node):
     told = "busy; not in a second check 1.5 s later"
 
     assert node.checked(then=lambda: node.says("free")) == ("warn", told)
 
 
-def test_where_the_second_look_gives_no_answer_the_first_alone_refuses_nothing(node):
+def test_where_the_second_check_gives_no_answer_the_first_alone_refuses_nothing(node):
     told = "busy; in a second check 1.5 s later, without an answer"
 
     assert node.checked(then=node.file.unlink) == ("warn", told)
@@ -110,7 +110,7 @@ def test_where_no_time_is_left_the_first_alone_refuses_nothing(node):
     assert node.paused == []
 
 
-def test_what_passes_or_never_passes_by_itself_is_looked_at_once(node, tmp_path):
+def test_what_passes_or_never_passes_by_itself_is_probed_once(node, tmp_path):
     node.says("free")
 
     assert node.checked() == ("pass", "free")

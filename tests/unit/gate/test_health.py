@@ -14,7 +14,7 @@ from gpuops.gate.drain import DrainRecord, DrainRetry, DrainStage, read_drain, w
 from gpuops.gate.health_check import HealthContext, NodeAction, act, reason_not_to_drain
 from gpuops.gate.hook import GateResult
 from gpuops.gate.node_state import change_state
-from gpuops.gate.permit import DrainPermitClient
+from gpuops.gate.permit import GateSettings
 from gpuops.gate.policy import DrainDecision, DrainOutcome
 from gpuops.host.clock import FakeClock
 from gpuops.host.node_state import Repair
@@ -41,7 +41,7 @@ class Node:
 
     def __init__(self, folder):
         self.folder, self.slurm, self.clock = folder, FakeSlurm(), FakeClock()
-        self.gate = DrainPermitClient(
+        self.gate = GateSettings(
             node="n1",
             cluster="c",
             store_url="sqlite://",

@@ -335,8 +335,7 @@ class Checkpointer:
             self._warn_once(
                 "lower",
                 f"step({n}) after step({self._last_step.step}): the number of completed steps must "
-                "grow; a state "
-                "with a lower number is not saved",
+                "grow; a state with a lower number is not saved",
             )
         self._last_step.step = n
         named(n)

@@ -344,9 +344,8 @@ def _acquire_lock(path: Path, directory: str, *, wait_s: float = _LOCK_S) -> int
                 if time.monotonic() > end_s:
                     raise DirectoryInUseError(
                         f"another job (pid {_lock_holder(lock)}) saves into {directory} from "
-                        "this node; "
-                        "two jobs in one directory would load each other's states: end that one, "
-                        "or give this one another directory"
+                        "this node; two jobs in one directory would load each other's states: "
+                        "end that one, or give this one another directory"
                     ) from None
             time.sleep(_POLL_S)
         if os.fstat(lock).st_nlink == 0:

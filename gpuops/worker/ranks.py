@@ -105,9 +105,8 @@ def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
     own_state = str(found[0]) if found else "no state"
     raise CheckpointError(
         f"the ranks found different states to resume from ({what}): this one {own_state}, others "
-        "from "
-        f"step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see another "
-        "directory?"
+        f"from step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see "
+        "another directory?"
     )
 
 

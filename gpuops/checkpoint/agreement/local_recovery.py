@@ -7,7 +7,7 @@ usable copy is skipped, and the result says why.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpuops.checkpoint.digest import (
     check_size_and_digest,
@@ -29,6 +29,9 @@ from gpuops.checkpoint.types import (
     Tier,
 )
 
+if TYPE_CHECKING:  # the worker does not need its imports
+    from gpuops.checkpoint.peers.fetch import PeerShards
+
 _WHY_CHARS_MAX = 300
 _CHUNKS_PER_TASK = 4  # chunks that a thread verifies per task
 
@@ -47,22 +50,6 @@ class Closeable(Protocol):
     """A resource that must be closed."""
 
     def close(self) -> None: ...
-
-
-class PeerCopies(Closeable, Protocol):
-    """What other nodes have of one state; see `gpuops.checkpoint.peers.fetch`."""
-
-    @property
-    def state(self) -> StateId: ...
-
-    @property
-    def world(self) -> int | None: ...
-
-    def __contains__(self, shard: Shard) -> bool: ...
-
-    def get(self, shard: Shard) -> SharedBuffer:
-        """Return the verified shard; raises CheckpointError where no node could serve it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +111,7 @@ def find_restorable(
     allocate: Callable[[int], SharedBuffer] = lambda nbytes: SharedBuffer.create(
         "gpuops-fetched", nbytes
     ),
-    peers: PeerCopies | None = None,
+    peers: "PeerShards | None" = None,
 ) -> StateSearchResult:
     """Return the newest complete state from *memory* and *store*, with every byte verified.
 
@@ -199,7 +186,7 @@ class _Candidate:
     stored: StoredState | None
     choice: StateSearchResult
     make: Callable[[int], SharedBuffer]
-    peers: PeerCopies | None = None
+    peers: "PeerShards | None" = None
     fetched: list[Closeable] = field(default_factory=list)
     from_peers: set[Shard] = field(default_factory=set)
     bad: dict[Shard, str] = field(default_factory=dict)

@@ -206,11 +206,8 @@ class ReplicaChecker:
         is_same = before.job == origin.job if has_agent else before.generation != origin.generation
         if not is_same:
             for group_history in self._histories.values():
-                (
-                    group_history.history.first_different,
-                    group_history.is_open,
-                    group_history.n_reported,
-                ) = None, False, 0
+                group_history.history.first_different = None
+                group_history.is_open, group_history.n_reported = False, 0
 
     def on_report(self, report: ReplicaReport) -> None:
         """Record that ranks of several nodes differ, or are equal again, as the leader reports it.
@@ -341,7 +338,7 @@ class ReplicaChecker:
             outcome=found.verdict.outcome.value,
             tensors=list(found.tensors),
             n_tensors=found.n_tensors,
-            alike=None if found.last_equal is None else found.last_equal,
+            alike=found.last_equal,
             why=found.summary,
         )
 
@@ -395,8 +392,8 @@ def _compare_local(group: _TensorGroup, by_rank: Mapping[int, Sequence[bytes]]) 
 
 def rank_digest_of(digests: Sequence[bytes]) -> RankDigest:
     """Return the rank digest of tensors with these *digests*, in order."""
-    whole = xxhash.xxh3_128_digest(b"".join(digests))
-    return RankDigest(whole, sums_of(digests), stripes_of(digests))
+    digest = xxhash.xxh3_128_digest(b"".join(digests))
+    return RankDigest(digest, sums_of(digests), stripes_of(digests))
 
 
 def _groups_of(view: memoryview) -> tuple[_TensorGroup, ...]:

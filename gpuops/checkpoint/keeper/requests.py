@@ -32,16 +32,13 @@ from gpuops.checkpoint.keeper.messages import (
     KeeperStatus,
     Lease,
     MessageError,
-    Name,
     OpenedShard,
     Peers,
-    Port,
     RankInfo,
     ReservedSlots,
     Restore,
     SaveDecision,
     Seconds,
-    Shards,
     Skipped,
     SlotCount,
     Step,
@@ -127,8 +124,8 @@ class KeeperRequests:
                 "aim": core.set_next_step,
                 "flush": self._flush,
                 "inventory": self._inventory,
-                "serve_peers": self._serve_peers,
-                "replicate": self._replicate,
+                "serve_peers": peers.serve,
+                "replicate": peers.replicate,
                 "status": self._status,
                 "seal_persisted": persister.commit_shards,
                 "differ": self._report_difference,
@@ -138,7 +135,6 @@ class KeeperRequests:
                 "end": self._shut_down,
             },
         }
-        self._peers = peers
 
     def handle(
         self, session: ClientSession, command: str, fields: Mapping[str, Any], waited_s: float
@@ -314,23 +310,14 @@ class KeeperRequests:
             for entry in memory.complete_shards(state).values()
         ]
         there = {(copy.state, copy.shard) for copy in own}
-        others = [copy for copy in self._peers.copies() if (copy.state, copy.shard) not in there]
+        others = [
+            copy for copy in self._core.peers.copies() if (copy.state, copy.shard) not in there
+        ]
         copies = sorted([*own, *others], key=lambda copy: copy.state, reverse=True)
         page = copies[after : after + _COPIES_PER_REPLY]
         return InventoryPage(
             tuple(_with_root(copy, memory.node) for copy in page), after + len(page) >= len(copies)
         )
-
-    def _serve_peers(self, address: Name, node: Name, token: str, job: Name, port: Port = 0) -> int:
-        return self._peers.serve(address, node=node, token=token, job=job, port=port)
-
-    def _replicate(
-        self,
-        holders: Peers,
-        keep: Shards,
-        bytes_per_s: Annotated[float | None, Limit(1e15, low=1)] = None,
-    ) -> None:
-        self._peers.replicate(holders, keep, bytes_per_s)
 
     def _status(self) -> KeeperStatus:
         """Return the status that the agent reads once a second."""

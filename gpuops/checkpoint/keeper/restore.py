@@ -96,8 +96,7 @@ class RankGroup:
         if connected is not None and connection.pid and connected.pid == connection.pid:
             raise KeeperError(
                 f"process {connection.pid} is connected as local rank {rank_info.local_rank} "
-                "already; close that connection "
-                "first"
+                "already; close that connection first"
             )
         if connected is not None:
             return False

@@ -45,11 +45,7 @@ class KeeperServerConnection:
         self.opened_s = now_s
         self.pending: _PendingRequest | None = None
         self.is_open = True
-        self._pid = pid
-
-    @property
-    def pid(self) -> int:
-        return self._pid
+        self.pid = pid
 
     @property
     def is_unauthenticated(self) -> bool:

@@ -275,8 +275,7 @@ class NodeMemory:
                 f"the checkpoints of rank {shard.rank} do not fit into memory: {n_slots} slots of "
                 f"{format_bytes(nbytes)} need {format_bytes(needed)} more; "
                 f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of it "
-                "are reserved "
-                f"for other slots and {format_bytes(reserve_bytes)} for the system; "
+                f"are reserved for other slots and {format_bytes(reserve_bytes)} for the system; "
                 "save into a directory only, or give the job more memory"
             )
 
@@ -319,9 +318,8 @@ class ReplicaAllocator:
                 raise KeeperError(
                     f"a replica of {format_bytes(nbytes)} does not fit into memory: "
                     f"{format_bytes(free_bytes)} are available, {format_bytes(unpopulated)} of "
-                    "it are "
-                    f"reserved for other slots and {format_bytes(reserve_bytes)} for the "
-                    "system"
+                    "it are reserved for other slots and "
+                    f"{format_bytes(reserve_bytes)} for the system"
                 )
             memory = SharedBuffer.create(name, nbytes)
             self._allocated.append(memory)

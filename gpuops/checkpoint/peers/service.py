@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Annotated
 
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, EventQueue, JobKind, Jobs, lower_priority
+from gpuops.checkpoint.keeper.messages import Name, Peers, Port, Shards
 from gpuops.checkpoint.memory.node_memory import (
     MemoryShard,
     NodeMemory,
@@ -31,7 +33,6 @@ from gpuops.checkpoint.transfer.server import TransferServer
 from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
     CheckpointError,
-    KeeperAddress,
     KeeperError,
     Shard,
     ShardCopy,
@@ -40,6 +41,7 @@ from gpuops.checkpoint.types import (
 )
 from gpuops.host.clock import SystemClock
 from gpuops.host.net.traffic import Traffic, interface_of
+from gpuops.wire.messages import Limit
 
 # The memory for replicas is bounded by what is available.
 _BYTES_MAX = 2**63
@@ -106,7 +108,7 @@ class PeerService:
         self._adopted: set[Shard] = set()
         self._epoch = 0
 
-    def serve(self, address: str, *, node: str, token: str, job: str, port: int = 0) -> int:
+    def serve(self, address: Name, *, node: Name, token: str, job: Name, port: Port = 0) -> int:
         """Serve the keepers of *job* on other nodes, as *node*; return the port.
 
         Repeated calls with equal arguments have no effect. *port*: where other nodes already
@@ -152,7 +154,10 @@ class PeerService:
         return server.port
 
     def replicate(
-        self, holders: Sequence[KeeperAddress], keep: Sequence[Shard], bytes_per_s: float | None
+        self,
+        holders: Peers,
+        keep: Shards,
+        bytes_per_s: Annotated[float | None, Limit(1e15, low=1)] = None,
     ) -> None:
         """Push saved states to *holders*; accept the shards *keep* of other nodes.
 

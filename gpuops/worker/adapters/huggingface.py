@@ -105,8 +105,7 @@ class GpuopsCallback(TrainerCallback):
         if reported_step not in {0, start}:
             raise UsageError(
                 f"resume_from_checkpoint moved the data to step {reported_step}, and the newest "
-                "state is of "
-                f"step {start}: call trainer.train() without it"
+                f"state is of step {start}: call trainer.train() without it"
             )
         if state.global_step != start:
             raise CheckpointError(

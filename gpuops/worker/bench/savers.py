@@ -249,9 +249,7 @@ class GpuopsSaver(BenchSaver):
         return False
 
     def recoverable_s(self, stall_s: float, _durable_s: float, /) -> float | None:
-        hash_s = self._agent_client.stats().get(
-            "hash_s"
-        )  # from the last image written to the commit
+        hash_s = self._agent_client.stats().get("hash_s")  # from the last image to the commit
         return None if hash_s is None else stall_s + float(hash_s)
 
     def clean(self) -> None:

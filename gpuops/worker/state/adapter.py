@@ -6,7 +6,7 @@ the rest. It is restored in two phases, so that nothing is changed before all of
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,9 @@ from gpuops.checkpoint.image import TensorSpec
 from gpuops.checkpoint.types import CheckpointError, CorruptError
 from gpuops.convert.tensors import DTYPES, is_dtensor
 from gpuops.convert.values import DEPTH_MAX, ValueDecoder
+
+if TYPE_CHECKING:  # it imports this module
+    from gpuops.worker.state.saved_state import SavedState
 
 FinishLoad = Callable[[], None]
 
@@ -32,40 +35,6 @@ class AdapterSnapshot(NamedTuple):
     n_optimizer_owned: int = 0
 
 
-class LoadSource(Protocol):
-    """A saved state, from which parts request tensors.
-
-    ``is_own``: this rank saved it, in a world of the same size.
-    """
-
-    is_own: bool
-
-    def spec(self, name: str) -> TensorSpec | None:
-        """Return the tensor of that name in the image of the lowest rank that has it."""
-        ...
-
-    def names(self, prefix: str) -> list[str]:
-        """Return the names of this rank's tensors with *prefix*; of all ranks in another world."""
-        ...
-
-    def request(self, name: str, target: torch.Tensor) -> None:
-        """Have *target* filled with what is saved as *name*.
-
-        Raises:
-            CheckpointError: There is none, or it is of another shape or dtype; or *target* is
-                already requested for other values.
-        """
-        ...
-
-    def can_fill(self, name: str, target: torch.Tensor) -> bool:
-        """Return whether *target* is not already requested for other values than *name*."""
-        ...
-
-    def fragments(self, key: str) -> list[Any]:
-        """Return the JSON fragments of that part: of this rank, or of all, in order."""
-        ...
-
-
 class StateAdapter(Protocol):
     """One object that has a state."""
 
@@ -75,7 +44,7 @@ class StateAdapter(Protocol):
         """Return the current state; CheckpointError where some of it cannot be stored."""
         ...
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: "SavedState") -> FinishLoad:
         """Request tensors from *source*; return the function that completes the load.
 
         Raises:
@@ -106,7 +75,7 @@ class StateDecoder:
 
     def __init__(
         self,
-        source: LoadSource,
+        source: "SavedState",
         current: object = None,
         *,
         allow_pickle: bool,

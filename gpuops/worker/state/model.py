@@ -16,10 +16,10 @@ from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,
-    LoadSource,
     NameCache,
     StateDecoder,
 )
+from gpuops.worker.state.saved_state import SavedState
 
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _WRAPPER_TYPES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -113,7 +113,7 @@ class ModelAdapter:
             found.setdefault(id(value), fqn)
         return found
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: SavedState) -> FinishLoad:
         """Request each tensor of the modules, under its own name or the one that it was tied to."""
         states = self._states()
         fqns = self._fqns_of(states)
@@ -194,7 +194,7 @@ class ModelAdapter:
     def _check_names(
         self,
         fqns: Iterable[str],
-        source: LoadSource,
+        source: SavedState,
         aliases: Mapping[str, str],
         others: Mapping[str, Any],
     ) -> None:

@@ -14,10 +14,10 @@ from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,
-    LoadSource,
     NameCache,
     StateDecoder,
 )
+from gpuops.worker.state.saved_state import SavedState
 
 
 def read_rng() -> dict[str, object]:
@@ -93,7 +93,7 @@ class ObjectAdapter:
     def read(self) -> AdapterSnapshot:
         return self._encode(self._stateful.state_dict())
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: SavedState) -> FinishLoad:
         state = self._decode(source, _current_state(self._stateful.state_dict))
         return lambda: self._stateful.load_state_dict(state)
 
@@ -104,7 +104,7 @@ class ObjectAdapter:
             self._name_cache.intern(tuple(encoder.names)), encoder.tensors, fragment
         )
 
-    def _decode(self, source: LoadSource, current: object) -> Any:  # noqa: ANN401 anything
+    def _decode(self, source: SavedState, current: object) -> Any:  # noqa: ANN401 anything
         fragments = source.fragments(self.key)
         if not fragments:
             raise CheckpointError(
@@ -124,7 +124,7 @@ class GeneratorAdapter(ObjectAdapter):
     def read(self) -> AdapterSnapshot:
         return self._encode(self._stateful.get_state().numpy().tobytes())
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: SavedState) -> FinishLoad:
         state = self._decode(source, None)
         if not isinstance(state, bytes):
             raise CorruptError(f"{self.key} is not a generator state")
@@ -146,7 +146,7 @@ class ValueAdapter(ObjectAdapter):
             raise CheckpointError(f"{self.key} was given, and is no longer in its mapping")
         return self._encode(self._stateful[self._name])
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: SavedState) -> FinishLoad:
         current = self._stateful[self._name]
         value = self._decode(source, current)
         if value is current:

@@ -19,12 +19,12 @@ from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
     FinishLoad,
-    LoadSource,
     NameCache,
     StateDecoder,
     allocate_like,
     logical_shape,
 )
+from gpuops.worker.state.saved_state import SavedState
 
 NamesOf = Callable[[], Mapping[int, str]]
 
@@ -108,7 +108,7 @@ class OptimizerAdapter:
         )
         return AdapterSnapshot(names, [*tensors, *encoder.tensors], fragment, len(tensors))
 
-    def plan_load(self, source: LoadSource) -> FinishLoad:
+    def plan_load(self, source: SavedState) -> FinishLoad:
         """Request the state of each parameter; create what is missing."""
         fragments = source.fragments(self.key)
         if not fragments:
@@ -187,7 +187,7 @@ class OptimizerAdapter:
         self._fixed = dumps({"state": entries, "params": grouped})
 
     def _check_names(
-        self, names: Mapping[int, str], entries: Mapping[str, _Entry], source: LoadSource
+        self, names: Mapping[int, str], entries: Mapping[str, _Entry], source: SavedState
     ) -> None:
         known = set(names.values())
         surplus = sorted(name for name in entries.keys() - known if not name.startswith("$"))
@@ -198,7 +198,7 @@ class OptimizerAdapter:
             )
 
     def _state_of(
-        self, parameter: torch.Tensor | None, name: str, entry: _Entry, source: LoadSource
+        self, parameter: torch.Tensor | None, name: str, entry: _Entry, source: SavedState
     ) -> object:
         root = f"{self.key}.state.{name}"
         current_state = self.optimizer.state.get(parameter, {}) if parameter is not None else {}
@@ -232,15 +232,14 @@ class OptimizerAdapter:
         group: Mapping[str, Any],
         names: Mapping[int, str],
         fragments: Sequence[Any],
-        source: LoadSource,
+        source: SavedState,
     ) -> dict[str, Any]:
         own_names = [names[each] for each in group["params"]]
         root, saved = _saved_group(index, own_names, fragments, self.key, is_exact=source.is_own)
         if source.is_own and saved is None:
             raise CheckpointError(
                 f"the checkpoint has no parameter group with the {len(own_names)} parameters of "
-                "group "
-                f"{index} of {self.key}; restore into an optimizer with the same groups"
+                f"group {index} of {self.key}; restore into an optimizer with the same groups"
             )
         decoder = StateDecoder(source, _settings(group), allow_pickle=self._allow_pickle)
         settings = decoder.decode(saved, root) if saved is not None else {}

@@ -9,7 +9,6 @@ Also checks that the saved parts of a tensor cover it exactly once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from gpuops.checkpoint.image import (
     read_layout,
     read_metadata_blob,
 )
+from gpuops.checkpoint.storage.inspection import first_overlap
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
 from gpuops.convert.tensors import (
     DTYPE_NAMES,
@@ -69,26 +69,8 @@ def check_complete(name: str, specs: Sequence[TensorSpec]) -> None:
             f"the saved parts of {name} have {volume} of its {n_items} items: a rank's part is "
             "missing, or two overlap"
         )
-    dims = [
-        dim
-        for dim, size in enumerate(specs[0].global_shape if specs else ())
-        if any(part.shape[dim] != size for part in specs)
-    ]
-    if len(dims) == 1:
-        spans = sorted((part.offsets[dims[0]], part.shape[dims[0]]) for part in specs)
-        has_overlap = any(a[0] + a[1] > b[0] for a, b in pairwise(spans))
-    else:
-        has_overlap = any(_overlap(a, b, dims) for a, b in combinations(specs, 2))
-    if has_overlap:
+    if first_overlap([(part.offsets, part.shape) for part in specs]) is not None:
         raise CheckpointError(f"two saved parts of {name} overlap: they were not saved together")
-
-
-def _overlap(a: TensorSpec, b: TensorSpec, dims: Sequence[int]) -> bool:
-    return all(
-        a.offsets[dim] < b.offsets[dim] + b.shape[dim]
-        and b.offsets[dim] < a.offsets[dim] + a.shape[dim]
-        for dim in dims
-    )
 
 
 OpenImage = Callable[[Shard], memoryview]
@@ -111,10 +93,10 @@ class _ShardImage(NamedTuple):
 
 
 class SavedState:
-    """A state that *world* ranks saved, for rank *rank* of a world of *own_world*.
+    """A state of *world* ranks, for rank *rank* of *own_world*; parts request tensors from it.
 
     *open_image* returns the verified bytes of a shard's image; they must stay until `load`
-    returned. ``notes``: what a user should know about the source of values.
+    returned.
     """
 
     def __init__(
@@ -128,7 +110,6 @@ class SavedState:
         self._home_rank = rank if self.is_own else 0
         self._requests: list[tuple[str, torch.Tensor]] = []
         self._target_names: dict[_TensorMemory, str] = {}
-        self.notes: list[str] = []
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -139,16 +120,19 @@ class SavedState:
         return set(self.metadata["parts"])
 
     def spec(self, name: str) -> TensorSpec | None:
+        """Return the tensor of that name in the image of the lowest rank that has it."""
         found = self._find_tensor(name)
         return found[1].spec if found else None
 
     def names(self, prefix: str) -> list[str]:
+        """Return the names of this rank's tensors with *prefix*; of all ranks in another world."""
         found: dict[str, None] = {}
         for image in [self._image(self._home_rank)] if self.is_own else self._all_images():
             found.update(dict.fromkeys(n for n in image.tensors if n.startswith(prefix)))
         return list(found)
 
     def fragments(self, key: str) -> list[Any]:
+        """Return the JSON fragments of that part: of this rank, or of all, in order."""
         if self.is_own:
             parts = self.metadata["parts"]
             return [parts[key]] if key in parts else []
@@ -159,6 +143,12 @@ class SavedState:
         ]
 
     def request(self, name: str, target: torch.Tensor) -> None:
+        """Have *target* filled with what is saved as *name*.
+
+        Raises:
+            CheckpointError: There is none, or it is of another shape or dtype; or *target* is
+                already requested for other values.
+        """
         check_storable(target, name)
         spec = self.spec(name)
         if spec is None:
@@ -193,6 +183,7 @@ class SavedState:
             self._target_names.setdefault(memory, name)
 
     def can_fill(self, name: str, target: torch.Tensor) -> bool:
+        """Return whether *target* is not already requested for other values than *name*."""
         memory = _memory_of(target)
         first = self._target_names.get(memory, name)
         return first == name or not memory.address or self._has_same_values(first, name)
@@ -281,20 +272,18 @@ class SavedState:
                 f"the image of rank {shard.rank} of {shard.world} declares that it is of rank "
                 f"{layout.shard.rank} of {layout.shard.world}"
             )
-        metadata = loads(read_metadata_blob(memory, layout), f"the extra of rank {shard.rank}")
+        metadata = loads(read_metadata_blob(memory, layout), f"the metadata of rank {shard.rank}")
         if not isinstance(metadata, dict) or not isinstance(metadata.get("parts"), dict):
             raise CorruptError(f"the metadata of rank {shard.rank} is incomplete")
         if metadata.get("format") != STATE_FORMAT:
             raise CheckpointError(
-                f"the state of rank {shard.rank} has the format {metadata.get('format')!r:.40}, "
-                "this "
-                f"gpuops reads {STATE_FORMAT}; use the gpuops that saved it, or a newer one"
+                f"the state of rank {shard.rank} has the format {metadata.get('format')!r:.40}; "
+                f"this gpuops reads {STATE_FORMAT}; use the gpuops that saved it, or a newer one"
             )
         if metadata.get("step") != self._step:
             raise CorruptError(
                 f"the image of rank {shard.rank} is of step {metadata.get('step')!r:.40}, the "
-                "others "
-                f"are of step {self._step}"
+                f"others are of step {self._step}"
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
         return _ShardImage(memory, layout, tensors, metadata)

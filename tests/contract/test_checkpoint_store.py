@@ -187,7 +187,7 @@ def test_two_runs_in_one_place_are_told_apart_and_the_first_stays(store, pair):
 
 
 @pytest.mark.parametrize("part", [MANIFEST, Shard(1, 2).file_name])
-def test_a_damaged_state_makes_room_for_a_whole_one(store, kind, pair, part):
+def test_a_damaged_state_makes_room_for_a_complete_one(store, kind, pair, part):
     persist(store, STATE, pair, origin=ORIGIN)
     kind.write(f"{STATE.name}/{part}", b"{}")
 
@@ -197,7 +197,7 @@ def test_a_damaged_state_makes_room_for_a_whole_one(store, kind, pair, part):
     assert is_good(store)
 
 
-def test_a_state_that_lost_its_manifest_makes_room_for_a_whole_one(store, kind, pair):
+def test_a_state_that_lost_its_manifest_makes_room_for_a_complete_one(store, kind, pair):
     persist(store, STATE, pair, origin=ORIGIN)
     kind.remove(f"{STATE.name}/{MANIFEST}")
     assert states(store) == []
@@ -222,7 +222,7 @@ def test_a_state_of_a_later_version_is_left_as_it_is(store, kind, pair):
     assert kind.read(file_key()) == content_of(pair[Shard(0, 2)])
 
 
-def test_bytes_that_changed_since_they_were_sealed_are_not_kept(store, pair):
+def test_bytes_that_changed_since_they_were_written_are_not_kept(store, pair):
     shard = Shard(1, 2)
     fd, digest = pair[shard]
     os.pwrite(fd, bytes([os.pread(fd, 1, digest.nbytes - 1)[0] ^ 1]), digest.nbytes - 1)
@@ -244,7 +244,7 @@ def test_a_digest_of_another_length_is_refused(store, pair):
     assert states(store) == []
 
 
-def test_shards_of_no_whole_world_are_refused(store, pair):
+def test_shards_of_no_complete_world_are_refused(store, pair):
     with pytest.raises(CheckpointError, match="not all of one world"):
         persist(store, STATE, {Shard(0, 2): pair[Shard(0, 2)]}, origin=ORIGIN)
     with pytest.raises(CheckpointError, match="not all of one world"):

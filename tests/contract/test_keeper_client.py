@@ -150,7 +150,7 @@ def test_a_flush_persists_the_newest_state(node, tmp_path):
     assert client.status().progress.persisted == done.state
 
 
-def test_the_next_workers_go_on_and_what_they_loaded_is_told(node):
+def test_the_next_workers_continue_and_what_they_loaded_is_told(node):
     client = node.started.client
     client.begin_generation(0, 1, None)
     node.workers(0)

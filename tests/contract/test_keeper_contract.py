@@ -164,7 +164,7 @@ def test_the_same_layout_is_the_same_memory(node):
     assert any(holds(slot, ranks[0].layout, 1) for slot in ranks[0].slots)
 
 
-def test_ranks_agree_on_every_step_and_the_newest_stays_whole(node):
+def test_ranks_agree_on_every_step_and_the_newest_stays_complete(node):
     ranks = crew(node)
     state = save_all(ranks, 1)
     halves = [rank.copy(2) for rank in ranks]
@@ -278,7 +278,7 @@ def test_a_directory_of_which_nothing_reads_is_not_a_fresh_start(node, tmp_path)
         rank.keeper.restore_point(60.0)
 
 
-def test_an_excluded_step_is_passed_over(node):
+def test_an_excluded_step_is_skipped(node):
     ranks = crew(node)
     first, _second = save_all(ranks, 1), save_all(ranks, 2)
     node.kill()

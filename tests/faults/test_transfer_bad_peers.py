@@ -112,7 +112,7 @@ def test_nobody_there(target):
 
 
 def test_a_name_in_place_of_an_address(target):
-    with pytest.raises(TransferError, match="'nowhere' is no address of"):
+    with pytest.raises(TransferError, match="'nowhere' is not an address of"):
         fetch([type(peer(1))("b", "nowhere", 1)], job_pass(), COPY, target.view, patient())
 
 

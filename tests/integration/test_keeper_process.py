@@ -244,7 +244,7 @@ def test_older_workers_are_cut_off_and_not_let_in_again(keeper, stack):
         old.keeper.acquire(2)
     with pytest.raises(KeeperError, match="generation 4 is over"):
         line_of(stack, keeper, generation=4)
-    with pytest.raises(KeeperError, match="generation 6 was not begun"):
+    with pytest.raises(KeeperError, match="generation 6 has not begun"):
         line_of(stack, keeper, generation=6)
     with pytest.raises(KeeperError, match="generation 4 is over"):
         agent.begin_generation(4, 1, None)

@@ -162,7 +162,7 @@ def test_a_stream_in_any_pieces_has_the_digest_of_the_whole(data, sizes, chunk_b
     )
 
 
-def test_a_stream_of_whole_chunks_has_the_digest_of_the_whole(image):
+def test_a_stream_of_complete_chunks_has_the_digest_of_the_whole(image):
     digester = Digester()
     for at in range(0, len(image), 5 * 2**20):
         digester.update(memoryview(image)[at : at + 5 * 2**20])

@@ -30,7 +30,7 @@ def test_no_failure_is_less_than_three_at_95_percent():
     assert poisson_bounds(0, confidence=0.9)[1] == pytest.approx(-math.log(0.05))
 
 
-def test_the_approximation_goes_on_where_the_sum_ends():
+def test_the_approximation_continues_where_the_sum_ends():
     exact, near = poisson_bounds(100), poisson_bounds(101)
     assert near[0] - exact[0] == pytest.approx(1, abs=0.11)
     assert near[1] - exact[1] == pytest.approx(1, abs=0.11)

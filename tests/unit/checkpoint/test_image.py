@@ -238,7 +238,7 @@ def test_extras_that_do_not_fit_are_refused_before_a_byte_is_written():
 
 
 @pytest.mark.parametrize("length", [11, 2**63, 2**64 - 1])
-def test_an_extra_that_says_it_is_too_long_is_corrupt(length):
+def test_a_metadata_blob_that_says_it_is_too_long_is_corrupt(length):
     layout = plan_image(SHARD, [], 10)
     image = bytearray(layout.nbytes)
     image[layout.metadata_blob.begin : layout.metadata_blob.begin + 8] = struct.pack("<Q", length)
@@ -332,7 +332,7 @@ def test_a_header_that_is_tampered_with_is_corrupt(path, value, says):
         read_layout(written(tree, data))
 
 
-def test_an_extra_of_another_kind_is_corrupt():
+def test_a_metadata_blob_of_another_kind_is_corrupt():
     tree, data = good_tree()
     tree[metadata_blob_name(1)]["dtype"] = "BOOL"
 

@@ -158,7 +158,7 @@ def test_what_all_ranks_sealed_before_they_were_killed_is_waited_for(node):
     assert node.restore_point.epoch == state.epoch + 1
 
 
-def test_what_one_rank_had_not_sealed_is_not_waited_for(node):
+def test_what_one_rank_had_not_written_is_not_waited_for(node):
     node.start().go()
     old = node.save(1)
     state = node.copy(2)
@@ -309,7 +309,7 @@ def test_what_several_nodes_chose_waits_for_all_ranks_of_this_node(node):
     assert node.restore_point.state == state
 
 
-def test_a_state_of_more_ranks_that_is_not_whole_here_says_what_to_do(node):
+def test_a_state_of_more_ranks_that_is_not_complete_here_says_what_to_do(node):
     node.core.begin_generation(0, 2, None, "run")
     node.start(2, world=4)
     node.core.restore_from(None, 0)

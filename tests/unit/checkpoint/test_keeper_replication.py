@@ -140,7 +140,7 @@ def node():
     found.core.memory.close()
 
 
-def test_without_holders_what_is_whole_counts_as_replicated(node):
+def test_without_holders_what_is_complete_counts_as_replicated(node):
     state = node.save(1)
     assert node.replicated == (state,)
     assert node.pushes == 0

@@ -56,7 +56,7 @@ def test_another_directory_has_nothing_yet():
     assert schedule.is_due(SECOND, POLICY, 1.0)
 
 
-def test_a_job_that_goes_back_persists_what_it_goes_on_from():
+def test_a_job_that_goes_back_persists_what_it_resumes_from():
     schedule = PersistSchedule()
     schedule.on_start(SECOND, 0.0)
     schedule.on_success(SECOND)

@@ -174,7 +174,7 @@ def test_nodes_of_unknown_domain_are_not_taken_to_be_apart():
 
 
 @given(clusters(), st.data())
-def test_a_change_of_nodes_keeps_whole_groups_and_moves_little(cluster, data):
+def test_a_change_of_nodes_keeps_complete_groups_and_moves_little(cluster, data):
     nodes, m, domains = cluster
     old = place(nodes, m, domains.paths)
     gone = data.draw(st.sets(st.sampled_from(nodes), max_size=len(nodes)))

@@ -208,7 +208,7 @@ class ListOfStates:
         self.states = [item for item in self.states if item.state != state]
 
 
-def test_pruning_tells_of_each_before_it_goes_and_stops_where_it_cannot():
+def test_pruning_describes_each_before_it_goes_and_stops_where_it_cannot():
     store, told = ListOfStates(row(1, 2, 3, 4), stuck=StateId(1, 2)), []
 
     with pytest.raises(CheckpointError):

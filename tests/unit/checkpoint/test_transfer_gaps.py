@@ -105,7 +105,7 @@ def test_without_a_counter_it_is_a_plain_pace():
     assert pace.bytes_per_s == 100 * MB
 
 
-def test_who_waits_goes_on_when_a_gap_comes():
+def test_who_waits_continues_when_a_gap_comes():
     clock, others = FakeClock(), [0.0]
     pace = GapPace(clock)
     pace.watch(lambda: round(others[0]))

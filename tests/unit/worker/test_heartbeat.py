@@ -69,13 +69,13 @@ def test_a_step_on_a_device_is_left_alone_and_unknown():
     assert (seen.step, seen.source) == (STEP_UNKNOWN, StepSource.UNKNOWN)
 
 
-def test_the_parameter_that_is_furthest_is_looked_at():
+def test_the_parameter_that_is_furthest_is_checked():
     optimizer = Optimizer(frozen=Scalar(1.0), live=Scalar(9.0), device=Scalar(50.0, "cuda"))
 
     assert StepReader().read(optimizer) == 9
 
 
-def test_an_empty_state_is_looked_at_again():
+def test_an_empty_state_is_checked_again():
     optimizer = Optimizer()
     reader = StepReader()
 

@@ -190,7 +190,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_if_it_had_never_stopped(node, name):
+def test_an_optimizer_continues_as_if_it_had_never_stopped(node, name):
     torch.manual_seed(1)
     model = net()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -482,7 +482,7 @@ def test_schedulers_scalers_generators_and_values_come_back(node):
     assert other["extra"]["array"].tolist() == [0, 1, 2]
 
 
-def test_all_random_generators_go_on_where_they_were(node):
+def test_all_random_generators_continue_where_they_were(node):
     save(node, model=nn.Linear(1, 1))
     expected = drawn()
     random.seed(0)
@@ -611,7 +611,7 @@ UNSTORABLE = {
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
 @pytest.mark.parametrize("name", UNSTORABLE)
-def test_what_cannot_be_stored_is_named_once_and_training_goes_on(node, warnings, name):
+def test_what_cannot_be_stored_is_named_once_and_training_continues(node, warnings, name):
     make, message = UNSTORABLE[name]
     given = make()
     with checkpointer(node, **given) as ck:
@@ -932,7 +932,7 @@ def test_the_last_step_is_saved_at_the_end_where_it_persists(node, tmp_path, aft
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "many", None, 10**12])
-def test_a_step_that_is_none_is_said_and_training_goes_on(node, warnings, n):
+def test_a_step_that_is_none_is_said_and_training_continues(node, warnings, n):
     with checkpointer(node, model=nn.Linear(1, 1)) as ck:
         ck.restore()
         ck.step(n) if n != 1.5 else ck.step(float("nan"))
@@ -971,7 +971,7 @@ class Slow:
         pass
 
 
-def test_a_copy_that_is_still_made_when_the_script_ends_is_sealed(node):
+def test_a_copy_that_is_still_made_when_the_script_ends_is_written(node):
     ck = checkpointer(node, model=nn.Linear(1, 1))
     ck.step(1)
     saver = ck._saver

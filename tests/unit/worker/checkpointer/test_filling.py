@@ -38,7 +38,7 @@ def test_parameters_are_filled_in_place():
     assert bool((parameter == 1).all())
 
 
-def test_what_goes_wrong_in_any_thread_is_raised_and_none_goes_on():
+def test_what_goes_wrong_in_any_thread_is_raised_and_none_continues():
     shapes = [(5 * 2**20,)] * 6
     targets = [torch.zeros(shape) for shape in shapes]
     sources = [torch.ones(shape) for shape in shapes]

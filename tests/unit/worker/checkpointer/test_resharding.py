@@ -217,7 +217,7 @@ def test_parts_that_do_not_make_up_the_whole_are_refused(parts, what):
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_grid_is_whole_and_no_grid_with_a_part_moved_or_dropped_is(data):
+def test_a_grid_is_complete_and_no_grid_with_a_part_moved_or_dropped_is(data):
     cuts = [
         sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in (6, 5)
     ]

@@ -74,7 +74,7 @@ def test_the_newest_is_found_and_read(persisted):
     found.close()
 
 
-def test_a_damaged_one_is_passed_over_with_a_reason(persisted):
+def test_a_damaged_one_is_skipped_with_a_reason(persisted):
     flip(persisted.shard(3))
     persisted.shard(2).unlink()
 

@@ -105,7 +105,7 @@ def test_progress_is_the_bytes_verified(store, tmp_path):
         ([{"w": whole(torch.ones(4))}, {"w": whole(torch.ones(4).int())}], "I32"),
     ],
 )
-def test_parts_that_make_no_whole_are_told(store, tmp_path, ranks, why):
+def test_parts_that_make_no_whole_are_reported(store, tmp_path, ranks, why):
     state = make_state(store, ranks)
 
     with pytest.raises(CorruptError, match=why):

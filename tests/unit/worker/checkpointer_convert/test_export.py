@@ -96,7 +96,7 @@ def no_leftovers(folder, *expected):
 
 
 @pytest.mark.parametrize("form", list(ConvertFormat))
-def test_a_round_trip_goes_on_bit_for_bit(store, tmp_path, form):
+def test_a_round_trip_continues_bit_for_bit(store, tmp_path, form):
     job = Job().train(3)
     state = job.save(store, 3)
     export(store, state, tmp_path / "out", form)

@@ -205,7 +205,7 @@ def test_a_difference_that_outlives_a_restart_is_no_news(nodes):
 
 
 @pytest.mark.parametrize("has_agent", [True, False], ids=["agent", "alone"])
-def test_another_run_on_the_same_node_is_told_of_what_it_goes_on_with(nodes, has_agent):
+def test_another_run_on_the_same_node_is_told_of_what_it_continues_with(nodes, has_agent):
     node = nodes()
     if has_agent:
         node.node.core.begin_generation(0, 1, None, "first")

@@ -80,7 +80,7 @@ def test_of_memory_and_directory_the_newer_state_is_chosen(stack, tmp_path):
     assert choice.epoch_max == NEW.epoch
 
 
-def test_a_state_of_a_later_version_is_passed_over_as_what_it_is(stack, tmp_path):
+def test_a_state_of_a_later_version_is_skipped_as_what_it_is(stack, tmp_path):
     store = in_store(stack, tmp_path, OLD)
     in_store(stack, tmp_path, NEW)
     manifest = tmp_path / NEW.name / "manifest.json"
@@ -131,7 +131,7 @@ def test_a_corrupt_state_in_the_directory_gives_way_to_the_one_before(stack, tmp
     assert any("corrupt in piece 0" in why for why in choice.why)
 
 
-def test_a_shard_that_only_the_directory_has_makes_a_state_whole(stack, tmp_path):
+def test_a_shard_that_only_the_directory_has_makes_a_state_complete(stack, tmp_path):
     store = in_store(stack, tmp_path, NEW)
     memory = {NEW: in_memory(stack, NEW, ranks=[1])}
     choice = find_restorable(memory, store, StateSearchCriteria())
@@ -162,7 +162,7 @@ def test_shards_that_must_be_fetched_are_served_from_memory(stack, tmp_path):
         memory.close()
 
 
-def test_what_was_fetched_is_given_back_where_the_state_is_passed_over(stack, tmp_path):
+def test_what_was_fetched_is_given_back_where_the_state_is_skipped(stack, tmp_path):
     made = []
 
     def make(nbytes):
@@ -182,7 +182,7 @@ def test_what_was_fetched_is_given_back_where_the_state_is_passed_over(stack, tm
         made[0].fd  # noqa: B018 it raises
 
 
-def test_only_what_is_wanted_is_looked_at(stack):
+def test_only_what_is_wanted_is_checked(stack):
     memory = {OLD: in_memory(stack, OLD), NEW: in_memory(stack, NEW)}
 
     assert find_restorable(memory, None, StateSearchCriteria(only=OLD)).selected.state == OLD

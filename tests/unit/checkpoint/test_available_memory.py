@@ -116,7 +116,7 @@ def test_version_1_has_limits_at_each_level(machine):
     assert available_bytes(machine(v1("/slurm/uid_0/job_7", levels))) == 10 * GIB
 
 
-def test_version_1_tells_of_limits_that_are_out_of_sight(machine):
+def test_version_1_describes_limits_that_are_out_of_sight(machine):
     files = v1("/a", {"/a": (9223372036854771712, 2 * GIB)})
     files[f"{TOP}/memory/a/memory.stat"] = f"cache 1\nhierarchical_memory_limit {7 * GIB}\n"
 
@@ -155,7 +155,7 @@ def test_strict_overcommit_is_a_limit(machine):
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory.current", "memory.stat", "memory.high"])
-def test_files_of_a_cgroup_that_make_no_sense_are_passed_over(machine, name):
+def test_files_of_a_cgroup_that_make_no_sense_are_skipped(machine, name):
     files = v2("/a", {"/a": (60 * GIB, GIB)})
     files[f"{TOP}/a/{name}"] = "\x00 lots\n"
 

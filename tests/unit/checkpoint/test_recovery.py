@@ -107,7 +107,7 @@ def test_nothing_to_load_is_a_fresh_start_with_reasons():
     assert plan_restore(RestoreInputs(inventories={}, ranks=RANKS, epoch_max=6)).epoch == 7
 
 
-def test_an_excluded_state_is_passed_over_and_its_epoch_is_not():
+def test_an_excluded_state_is_skipped_and_its_epoch_is_not():
     newer = StateId(7, 110)
     inventories = {
         "n0": memory("n0", (newer, 0), (NEW, 0), (OLD, 0)),

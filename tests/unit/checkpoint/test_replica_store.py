@@ -135,7 +135,7 @@ def test_where_no_commit_is_known_the_newest_copy_stays(store):
     assert steps(store) == [3, 2]
 
 
-def test_a_copy_counts_only_when_it_is_whole(store):
+def test_a_copy_counts_only_when_it_is_complete(store):
     data, copy = image(1)
     inbox = begin(store, copy)
     receive(inbox, data, chunks={0, 2})

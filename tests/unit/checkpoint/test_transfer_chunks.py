@@ -35,7 +35,7 @@ def claims(found):
     return taken
 
 
-def test_every_chunk_is_claimed_once_and_the_image_is_whole_at_the_end():
+def test_every_chunk_is_claimed_once_and_the_image_is_complete_at_the_end():
     found = intake()
     taken = claims(found)
     numbers = [n for claim in taken for n in range(claim.first, claim.first + claim.count)]

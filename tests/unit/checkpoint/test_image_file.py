@@ -46,7 +46,7 @@ def test_every_byte_arrives_whatever_the_length(fd, nbytes):
     assert not writer.is_direct or nbytes % BLOCK_BYTES == 0
 
 
-def test_pieces_that_are_no_whole_blocks_arrive_in_their_order(fd):
+def test_pieces_that_are_no_complete_blocks_arrive_in_their_order(fd):
     view = memory_of(2 * MIB)
     cuts = [0, BLOCK_BYTES, BLOCK_BYTES + 700, 5 * BLOCK_BYTES, MIB + 1, 2 * MIB]
 

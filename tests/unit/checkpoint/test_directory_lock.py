@@ -175,7 +175,7 @@ def test_of_several_that_follow_one_does(world):
     assert sorted(path.name for path in world.root.iterdir()) == [LOCK_NAME]
 
 
-def test_a_look_before_the_workers_start_tells_of_another_job_that_stays(world):
+def test_a_look_before_the_workers_start_describes_another_job_that_stays(world):
     first, second, elsewhere = world.process(), world.process(), world.process("n2")
     assert second.conflict("job-b") is None
     assert not world.root.exists()

@@ -197,17 +197,17 @@ class Jobs:
     *wake* is called from these threads when a result is ready for `run_callbacks`.
     """
 
-    def __init__(self, wake: Callable[[], None], *, n_hash: int | None = None) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         n_cpus = len(os.sched_getaffinity(0))
-        n_hash = n_hash or max(2, min(n_cpus // 2, _HASH_THREADS_MAX))
+        n_hash = max(2, min(n_cpus // 2, _HASH_THREADS_MAX))
         n_populate = max(1, min(n_cpus // 4, _POPULATE_THREADS_MAX))
         self._pools = {
             JobKind.HASH: _pool(n_hash, "hash", NICE_HASH),
             JobKind.POPULATE: _pool(n_populate, "populate", NICE_POPULATE),
-            JobKind.SEARCH: _pool(1, "look", 0),
+            JobKind.SEARCH: _pool(1, "search", 0),
             JobKind.PERSIST: _pool(1, "persist", NICE_PERSIST, is_idle=True),
-            JobKind.CHECK_REPLICAS: _pool(1, "vote", NICE_CHECK_REPLICAS),
+            JobKind.CHECK_REPLICAS: _pool(1, "check", NICE_CHECK_REPLICAS),
             JobKind.PUSH: _pool(PUSHES_MAX, "push", NICE_PUSH),
             JobKind.FETCH: _pool(_FETCH_THREADS, "fetch", 0),
         }

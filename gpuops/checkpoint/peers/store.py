@@ -25,7 +25,7 @@ from gpuops.checkpoint.types import (
 )
 from gpuops.units import format_bytes
 
-N_SLOTS = 2
+N_SLOTS = 2  # with one, the next push would overwrite the newest state
 _OLDEST = StateId(0, 0)
 
 
@@ -78,13 +78,10 @@ class ReplicaStore:
         allocate: Callable[[str, int], SharedBuffer],
         *,
         bytes_max: int,
-        n_slots: int = N_SLOTS,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        if n_slots < 2:
-            raise ValueError("with one slot the next push would overwrite the newest state")
         self._node, self._allocate = node, allocate
-        self._bytes_max, self._n_slots, self._chunk_bytes = bytes_max, n_slots, chunk_bytes
+        self._bytes_max, self._chunk_bytes = bytes_max, chunk_bytes
         self._lock = threading.Lock()
         self._slots: dict[Shard, list[_ReplicaSlot]] = {}
         self._closing: list[_ReplicaSlot] = []
@@ -110,7 +107,7 @@ class ReplicaStore:
         with self._lock:
             slots = self._slots.setdefault(copy.shard, [])
             there = any(s.copy is not None and s.copy.state == copy.state for s in slots)
-            if there or len(slots) >= self._n_slots:
+            if there or len(slots) >= N_SLOTS:
                 return False
             slots.append(_ReplicaSlot(memory, nbytes, copy))
             return True
@@ -253,9 +250,9 @@ class ReplicaStore:
         free = [slot for slot in slots if slot is not protected and not slot.is_in_use]
         # Slots without a copy are reused first; then the oldest copy.
         free.sort(key=_eviction_order)
-        if free and (free[0].copy is None or len(slots) >= self._n_slots):
+        if free and (free[0].copy is None or len(slots) >= N_SLOTS):
             return self._resized(free[0], push)
-        if len(slots) < self._n_slots:
+        if len(slots) < N_SLOTS:
             slots.append(self._new_slot(push.shard, push.nbytes))
             return slots[-1]
         for slot in slots:

@@ -326,22 +326,15 @@ def states_to_delete(
 
 
 def prune(
-    store: CheckpointStore,
-    retention: RetentionPolicy,
-    verified: Collection[StateId],
-    *,
-    on_delete: Callable[[RetentionDecision], None] = lambda _decision: None,
+    store: CheckpointStore, retention: RetentionPolicy, verified: Collection[StateId]
 ) -> list[RetentionDecision]:
     """Remove from *store* what `states_to_delete` returns, oldest first; return what was removed.
-
-    *on_delete* is called before each.
 
     Raises:
         CheckpointError: One could not be removed; those before it were.
     """
     removed = []
     for decision in states_to_delete(store.list_states(), retention, verified):
-        on_delete(decision)
         store.delete(decision.state)
         removed.append(decision)
     return removed

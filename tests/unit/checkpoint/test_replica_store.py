@@ -361,11 +361,6 @@ def test_it_works_with_the_memory_of_the_arena():
     store.close()
 
 
-def test_one_slot_is_refused():
-    with pytest.raises(ValueError, match="one slot"):
-        Store(n_slots=1)
-
-
 IMAGES = {step: image(step) for step in range(1, 7)}
 STEPS = st.integers(1, 6)
 

@@ -52,12 +52,19 @@ def locked(
 class EventJournal:
     """Records the events of a run on *node*, in the current attempt."""
 
-    def __init__(self, emit: Emit, node: str) -> None:
+    _incident: RunIncident
+    _restoring: RestoreTime
+
+    def __init__(self, emit: Emit, clock: Clock, *, run_id: str, node: str) -> None:
         self.lock = threading.RLock()
         self._emit_event = emit
+        self._clock = clock
+        self._run_id = run_id
         self._node = node
         self._attempt: int | None = None
         self._suspicion: Incident | None = None
+        self._last_save: tuple[Evidence, ...] = ()
+        self._differing: dict[str, Incident] = {}  # by the ranks that must be equal
 
     @locked
     def node_seen(self, facts: payloads.NodeFacts) -> None:
@@ -139,49 +146,6 @@ class EventJournal:
         payload = {"what": what, "error": error, "traceback": None, "times": times}
         self._emit("tool.failed", payload, severity=Severity.WARNING)
 
-    def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
-        self._emit_event(self._draft(kind, payload, severity))
-
-    def _draft(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> EventDraft:
-        return EventDraft(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
-
-
-def reported(report: NodeReport) -> EventDraft:
-    """Return the event of *report*."""
-    return EventDraft(kind="agent.report", payload=report.to_json(), attempt=report.generation)
-
-
-def exclusion(node: str, reason: str, generation: int | None) -> EventDraft:
-    """Return the event of the exclusion of *node*."""
-    payload = {"excluded": node, "reason": reason}
-    return EventDraft(
-        kind="node.excluded", payload=payload, attempt=generation, severity=Severity.WARNING
-    )
-
-
-def of_incident(incident: Incident, severity: Severity = Severity.INFO) -> EventDraft:
-    """Return the event of a snapshot of *incident*."""
-    return EventDraft(
-        kind="incident.recorded",
-        payload=incident.to_json(),
-        attempt=incident.attempt,
-        severity=severity,
-    )
-
-
-class CheckpointJournal(EventJournal):
-    """Records the events of this node's keeper, some of them as evidence of an incident."""
-
-    _incident: RunIncident
-    _restoring: RestoreTime
-    _clock: Clock
-    _run_id: str
-
-    def __init__(self, emit: Emit, node: str) -> None:
-        super().__init__(emit, node)
-        self._last_save: tuple[Evidence, ...] = ()
-        self._differing: dict[str, Incident] = {}  # by the ranks that must be equal
-
     @locked
     def checkpoint(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> None:
         """Record one event of the kind ``checkpoint.*``."""
@@ -227,3 +191,32 @@ class CheckpointJournal(EventJournal):
     @property
     def _here(self) -> Entity:
         return Entity(EntityKind.NODE, self._node)
+
+    def _emit(self, kind: str, payload: Json, *, severity: Severity = Severity.INFO) -> None:
+        self._emit_event(self._draft(kind, payload, severity))
+
+    def _draft(self, kind: str, payload: Json, severity: Severity = Severity.INFO) -> EventDraft:
+        return EventDraft(kind=kind, payload=payload, attempt=self._attempt, severity=severity)
+
+
+def reported(report: NodeReport) -> EventDraft:
+    """Return the event of *report*."""
+    return EventDraft(kind="agent.report", payload=report.to_json(), attempt=report.generation)
+
+
+def exclusion(node: str, reason: str, generation: int | None) -> EventDraft:
+    """Return the event of the exclusion of *node*."""
+    payload = {"excluded": node, "reason": reason}
+    return EventDraft(
+        kind="node.excluded", payload=payload, attempt=generation, severity=Severity.WARNING
+    )
+
+
+def of_incident(incident: Incident, severity: Severity = Severity.INFO) -> EventDraft:
+    """Return the event of a snapshot of *incident*."""
+    return EventDraft(
+        kind="incident.recorded",
+        payload=incident.to_json(),
+        attempt=incident.attempt,
+        severity=severity,
+    )

@@ -21,9 +21,9 @@ from functools import partial
 
 from gpuops.agent.journal import payloads
 from gpuops.agent.journal.event_drafts import (
-    CheckpointJournal,
     Emit,
     EventDraft,
+    EventJournal,
     exclusion,
     locked,
     of_incident,
@@ -53,15 +53,13 @@ MINUTE_US = 60 * US_PER_S
 _ENDS_A_GENERATION = frozenset({"gather", "drain", "stop"})
 
 
-class RunJournal(CheckpointJournal):
+class RunJournal(EventJournal):
     """The events of one run, as recorded by one agent."""
 
     def __init__(
         self, emit: Emit, clock: Clock, *, run_id: str, node: str, rules: Sequence[LogRule]
     ) -> None:
-        super().__init__(emit, node)
-        self._clock = clock
-        self._run_id = run_id
+        super().__init__(emit, clock, run_id=run_id, node=node)
         self._rules = rules
         self._wall_offset_us = clock.now_us() - clock.mono_ns() // 1000
         self._started_ns = clock.mono_ns()

@@ -182,9 +182,10 @@ class CommitLeader(LeaderExtension):
         existing = self._store.get(key)
         if existing.version:
             return restore_plan_in(existing)
+        ready = self._store.list(self._keys.ready(roster.generation))
         found = newest_restorable(
             roster,
-            self._held(roster, _by_agent(self._store.list(self._keys.ready(roster.generation)))),
+            self._held(roster, {key.rpartition("/")[2]: entry for key, entry in ready.items()}),
             first.stored,
             plan.epoch_max,
             record.excluded_checkpoint,
@@ -261,7 +262,3 @@ def _field(entry: Entry) -> Json | None:
     except RecordError:
         return None
     return body if isinstance(body, dict) else None
-
-
-def _by_agent(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    return {key.rpartition("/")[2]: entry for key, entry in entries.items()}

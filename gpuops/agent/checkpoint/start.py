@@ -74,11 +74,6 @@ class KeeperFolder:
     path: Path
     lock: int
 
-    @property
-    def socket(self) -> Path:
-        """Return the path of the keeper's socket."""
-        return self.path / SOCKET_NAME
-
     def release(self, *, remove: bool) -> None:
         """Release the lock; *remove* the folder where the next agent does not need it."""
         if remove:

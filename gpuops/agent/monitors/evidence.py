@@ -110,16 +110,12 @@ def parse_pyspy(data: bytes, pid: int) -> Stacks | None:
     """Return the stacks in the output of ``py-spy dump --json`` for *pid*, None if malformed."""
     try:
         found = json.loads(data)
-        threads = tuple(_thread(item, pid) for item in _threads_of(found)[:THREADS_MAX])
+        if not isinstance(found, list):
+            return None
+        threads = tuple(_thread(item, pid) for item in found[:THREADS_MAX])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return Stacks(threads, "py-spy") if threads else None
-
-
-def _threads_of(found: object) -> Sequence[Any]:
-    if not isinstance(found, list):
-        raise TypeError("not a list of threads")
-    return found
 
 
 def _thread(item: dict[str, Any], pid: int) -> ThreadStack:
@@ -267,9 +263,10 @@ class EvidenceCollector:
 
     def _sample(self, *, is_last: bool) -> None:
         processes = {target.rank: self.reader.inspect(target.pid) for target in self.targets}
-        for target in self.targets:
-            process = processes[target.rank]
-            self._add(target.rank, WorkerSample(at_s=self.clock_s(), process=process))
+        for rank, process in processes.items():
+            facts = self._facts[rank]
+            sample = WorkerSample(at_s=self.clock_s(), process=process)
+            self._facts[rank] = replace(facts, samples=(*facts.samples, sample))
         # A process that is stopped or inside the kernel does not answer, and may block its reader.
         awake = [t for t in self.targets if (p := processes[t.rank]) and p.state in "RSI"]
         spied = self.reader.spy(awake, SPY_WAIT_S)
@@ -290,10 +287,6 @@ class EvidenceCollector:
             )
             samples = (*facts.samples[:-1], newest)
             self._facts[target.rank] = replace(facts, samples=samples)
-
-    def _add(self, rank: int, sample: WorkerSample) -> None:
-        facts = self._facts[rank]
-        self._facts[rank] = replace(facts, samples=(*facts.samples, sample))
 
     def _complete(self) -> None:
         """Read files, last: the file system may be what hangs."""

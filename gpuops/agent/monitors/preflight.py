@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gpuops.agent.elastic.rendezvous import Preflight
 from gpuops.agent.monitors.gpu_memory import GpuMemoryGate
@@ -296,44 +296,28 @@ class PreflightCheck:
         return replace(result, reason=f"{result.reason}, twice")
 
 
-class PreflightGate(Protocol):
-    """Decides whether this node may join a generation."""
+class PreflightGate:
+    """Decides whether this node may join a generation; this base class lets every node join."""
 
     def begin(self) -> None:
         """Start the checks, unless they run already."""
-        ...
 
     def started(self) -> None:
         """Note that workers are about to be started."""
-        ...
-
-    def result(self, wait: Callable[[float], object]) -> Preflight:
-        """Return the result; *wait* is called with seconds between polls, and may raise."""
-        ...
-
-    def close(self) -> None:
-        """End the processes."""
-        ...
-
-
-class NoPreflight:
-    """Every node may join: ``--health-gate=off``."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def started(self) -> None:
-        """Do nothing."""
 
     def result(self, wait: Callable[[float], object]) -> Preflight:  # noqa: ARG002 never waits
-        """Return that this node may join."""
+        """Return the result; *wait* is called with seconds between polls, and may raise."""
         return Preflight(passed=True)
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the processes."""
 
 
-class HealthPreflight:
+class NoPreflight(PreflightGate):
+    """The gate of ``--health-gate=off``."""
+
+
+class HealthPreflight(PreflightGate):
     """Runs the preflight suite, and waits for the memory that dead workers still hold.
 
     *uuids* returns the job's GPUs, None where they are not known: memory that other jobs hold on
@@ -357,7 +341,6 @@ class HealthPreflight:
         self._begun_ns = 0
 
     def begin(self) -> None:
-        """Start the checks, unless they run already."""
         if self._check is not None and not self._is_stale():
             return
         self._begun_ns = self._clock.mono_ns()
@@ -370,7 +353,6 @@ class HealthPreflight:
         self._memory.started()
 
     def result(self, wait: Callable[[float], object]) -> Preflight:
-        """Return the result; *wait* is called with seconds between polls, and may raise."""
         self.begin()
         assert self._check is not None
         while (found := self._check.result()) is None:

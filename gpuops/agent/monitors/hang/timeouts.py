@@ -112,7 +112,8 @@ class HangTimeouts:
         if self.asked_s is not None:
             return self.asked_s
         own = self._steps.get(rank)
-        known = [own] if own is not None and own.suffice else self._others()
+        known = [own] if own is not None and own.suffice else list(self._steps.values())
+        known = [gaps for gaps in known if gaps.suffice]
         if not known:
             return self.first_step()
         learned_s = max(
@@ -130,9 +131,6 @@ class HangTimeouts:
     def end(self) -> float:
         """Return the limit for a worker's exit after an uncaught exception."""
         return max(self.factor * STEP_FLOOR_S, self.asked_s or 0.0)
-
-    def _others(self) -> list[BeatGaps]:
-        return [gaps for gaps in self._steps.values() if gaps.suffice]
 
 
 def limits_for(asked_s: float | None, env: Mapping[str, str]) -> HangTimeouts:

@@ -160,10 +160,7 @@ class CommitFollower:
         Raises:
             KeeperError: The keeper does not answer.
         """
-        me = self._location.me
-        self._port = client.serve_peers(
-            me.address, node=me.node, token=self._location.token, job=self._location.job
-        )
+        self._port = self._serve_peers(client)
         copies = list(client.inventory())
         stored = self._stored_states.refresh(self.directory, SURVEY_S)
         newest = sorted({copy.state for copy in copies}, reverse=True)
@@ -176,6 +173,13 @@ class CommitFollower:
             domain=self._location.domain,
             stored_max=-1 if stored is None else stored.epoch_max,
         ).to_json()
+
+    def _serve_peers(self, client: KeeperClient, port: int = 0) -> int:
+        """Have the keeper listen for its peers, on *port* unless that is 0; return the port."""
+        at = self._location
+        return client.serve_peers(
+            at.me.address, node=at.me.node, token=at.token, job=at.job, port=port
+        )
 
     def detach(self) -> None:
         """Forget the keeper, which is gone; its states are no longer reported."""
@@ -194,25 +198,19 @@ class CommitFollower:
         Raises:
             KeeperError: The keeper does not answer.
         """
-        me, (left, port) = self._location.me, self._previous
+        previous, port = self._previous
         if port is not None:
             # The other nodes connect to this port for as long as their generation lasts.
-            self._port = client.serve_peers(
-                me.address,
-                node=me.node,
-                token=self._location.token,
-                job=self._location.job,
-                port=port,
-            )
+            self._port = self._serve_peers(client, port)
         if epoch is None:
             return self.begin(client, roster)
         plan = generation_plan_of(roster)
         if plan is not None and plan.is_kept:
             client.replicate(*self._copies(roster, plan))
         client.take_over(epoch)
-        if left is not None:
+        if previous is not None:
             self._current = replace(
-                left, is_restore_set=True, committed=None, next_step=None, seal_polls=0
+                previous, is_restore_set=True, committed=None, next_step=None, seal_polls=0
             )
         return True
 

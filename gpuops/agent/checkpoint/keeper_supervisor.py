@@ -299,18 +299,7 @@ class KeeperSupervisor(CheckpointService):
         self._poll_request.wake()
         if save_s > 0:
             self.flush(save_s, is_end=True)
-        with self._locked("ending the keeper", END_S) as is_locked:
-            if self._is_over:
-                return
-            self._is_over = True
-            if not is_locked:
-                self._release(False)
-                return
-            self._poll()
-            self._record.end_generation()
-            ended = self._keeper is None or self._end_keeper(self._keeper)
-            self._keeper = None
-            self._release(ended)
+        self._finish("ending the keeper", END_S, ends=True)
 
     def _end_keeper(self, keeper: StartedKeeper) -> bool:
         try:
@@ -325,16 +314,23 @@ class KeeperSupervisor(CheckpointService):
     def leave(self) -> None:
         self._stopping.set()
         self._poll_request.wake()
-        with self._locked("leaving the keeper", POLL_WAIT_S) as is_locked:
+        self._finish("leaving the keeper", POLL_WAIT_S, ends=False)
+
+    def _finish(self, what: str, within_s: float, *, ends: bool) -> None:
+        """Release the keeper, or end it (*ends*); one that another call holds is only released."""
+        with self._locked(what, within_s) as is_locked:
             if self._is_over:
                 return
-            self._is_over = True
+            self._is_over, has_ended = True, False
             if is_locked:
                 self._poll()
                 self._record.end_generation()
-            if self._keeper is not None:
+                if ends:
+                    has_ended = self._keeper is None or self._end_keeper(self._keeper)
+                    self._keeper = None
+            if not ends and self._keeper is not None:
                 self._keeper.client.close()
-            self._release(False)
+            self._release(has_ended)
 
     def _run(self) -> None:
         with self._locked("starting the keeper", self._times.ready_s) as is_locked:

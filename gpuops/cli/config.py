@@ -33,7 +33,7 @@ def config() -> None:
 @json_option
 @click.pass_context
 def show(ctx: click.Context, *, as_json: bool) -> None:
-    """Print each setting with its value and where that is from; secrets are never printed."""
+    """Print each setting with its value and its origin; secrets are never printed."""
     settings = settings_of(ctx)
     rows = [
         {
@@ -60,15 +60,15 @@ def _display_value(value: object) -> str | None:
 @config.command(epilog="Example: gpuops config validate")
 @click.pass_context
 def validate(ctx: click.Context) -> int:
-    """Read all that an operator writes, and say every mistake in it; exit 64 where there is one.
+    """Check all files that an operator writes, and print every mistake; exit 64 if there is one.
 
-    That is the configuration, suites, profiles, log rules, Xids, silences, the site's own checks,
-    and the front matter of runbooks. Which profile is a node's can only be seen on the node.
+    These are the configuration, suites, profiles, log rules, Xids, silences, the site's checks, and
+    the front matter of runbooks. Which profile matches a node can only be checked on the node.
     """
     found = ValidationReport()
-    settings = settings_of(ctx, found.complain)
+    settings = settings_of(ctx, found.on_error)
     validate_settings(settings, found, uid=current_uid(), now_us=SystemClock().now_us())
-    for word, texts in (("doubtful", found.doubts), ("mistake", found.mistakes)):
+    for word, texts in (("warning", found.warnings), ("mistake", found.mistakes)):
         for text in texts:
             click.echo(f"{word}: {' '.join(printable(scrub(text)).split())}", err=True)
     if found.mistakes:
@@ -80,18 +80,18 @@ def validate(ctx: click.Context) -> int:
 
 @dataclass(slots=True)
 class ValidationReport:
-    """What was read, what is wrong with it and what is only doubtful; each a line."""
+    """What was read, the mistakes in it, and warnings; each a line."""
 
     read: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
-    def complain(self, error: ConfigError) -> None:
-        """Take down *error*, once: a suite and its heirs make the same mistake."""
-        self.mistake(str(error))
+    def on_error(self, error: ConfigError) -> None:
+        """Add *error* once: suites that inherit from another repeat its mistakes."""
+        self.add_mistake(str(error))
 
-    def mistake(self, text: str) -> None:
-        """Take down what is wrong."""
+    def add_mistake(self, text: str) -> None:
+        """Add a mistake, once."""
         if text not in self.mistakes:
             self.mistakes.append(text)
 
@@ -99,25 +99,25 @@ class ValidationReport:
 def validate_settings(
     settings: Settings, found: ValidationReport, *, uid: int, now_us: int
 ) -> None:
-    """Add to *found* what *uid* would believe of all that *settings* lead to, at *now_us*."""
+    """Check all files that *settings* refer to, as *uid* would read them at *now_us*."""
     from gpuops.store.backends import parse_url
 
-    complain = found.complain
+    on_error = found.on_error
     try:
         parse_url(settings.store_url)
     except UsageError as exc:
-        found.mistake(f"store.url: {exc}")
-    folders = check_folders(settings.site_dir, uid=uid, complain=complain)
+        found.add_mistake(f"store.url: {exc}")
+    folders = check_folders(settings.site_dir, uid=uid, on_error=on_error)
     suites = list(_suites(folders, settings.suite, found))
-    profiles = load_profiles(folders.profiles, complain)
+    profiles = load_profiles(folders.profiles, on_error)
     if settings.profile is not None and settings.profile not in profiles:
-        found.mistake(f"check.profile: {unknown_name('profile', settings.profile, profiles)}")
+        found.add_mistake(f"check.profile: {unknown_name('profile', settings.profile, profiles)}")
     found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
     found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
-    found.read.append(f"log rules: {len(load_rules(folders.rules, complain))}")
-    found.read.append(f"Xids: {len(load_xids(folders.xid, complain))}")
-    found.read.append(f"SXids: {len(load_sxids(folders.xid, complain))}")
-    found.read.append(f"runbooks: {len(load_runbooks(data_dir('runbooks'), complain))}")
+    found.read.append(f"log rules: {len(load_rules(folders.rules, on_error))}")
+    found.read.append(f"Xids: {len(load_xids(folders.xid, on_error))}")
+    found.read.append(f"SXids: {len(load_sxids(folders.xid, on_error))}")
+    found.read.append(f"runbooks: {len(load_runbooks(data_dir('runbooks'), on_error))}")
     _silences(folders.silences, found, now_us)
     _site_checks(suites, folders.site_checks, found)
 
@@ -125,20 +125,20 @@ def validate_settings(
 def _suites(folders: CheckFolders, chosen: str, found: ValidationReport) -> Iterable[Suite]:
     paths = suite_paths(folders.suites)
     if chosen not in paths:
-        found.mistake(f"check.suite: {unknown_name('suite', chosen, paths)}")
+        found.add_mistake(f"check.suite: {unknown_name('suite', chosen, paths)}")
     for name in paths:
         try:
-            yield load_suite(name, folders.suites, found.complain)
+            yield load_suite(name, folders.suites, found.on_error)
         except ConfigError as exc:
-            found.complain(exc)
+            found.on_error(exc)
 
 
 def _silences(paths: Iterable[Path], found: ValidationReport, now_us: int) -> None:
-    read = silence.load_silences(paths, found.complain)
+    read = silence.load_silences(paths, found.on_error)
     for one in read:
         for text in silence.expired(one, now_us):
-            found.mistake(text)
-        found.doubts.extend(silence.warnings(one, now_us))
+            found.add_mistake(text)
+        found.warnings.extend(silence.warnings(one, now_us))
     found.read.append(f"silences: {len(read)}")
 
 
@@ -151,8 +151,8 @@ def _site_checks(suites: Iterable[Suite], folder: Path | None, found: Validation
                 used.add(site.file_of(check.name, parameters))
                 fault = site.fault(check.name, parameters, folder)
                 if fault is not None:
-                    found.mistake(f"check {check.name!r} in the suite {suite.path}: {fault}")
+                    found.add_mistake(f"check {check.name!r} in the suite {suite.path}: {fault}")
     found.read.append(f"site checks: {len(used)}")
     for path in sorted(folder.iterdir()) if folder is not None and folder.is_dir() else ():
         if path.name not in used:
-            found.doubts.append(f"{path} is run by no suite: name it as [[check]] site/{path.name}")
+            found.warnings.append(f"no suite runs {path}: name it as [[check]] site/{path.name}")

@@ -30,7 +30,7 @@ def db() -> None:
 @store_option
 @click.pass_context
 def upgrade_command(ctx: click.Context, store: str | None) -> None:
-    """Bring the store's schema up to this gpuops; an empty store is given its tables."""
+    """Upgrade the store's schema to this version; create the tables of an empty store."""
     settings = settings_of(ctx, store__url=store)
     before, after = upgrade_store(
         settings.store_url, create_directory=settings.store_is_default, root=settings.root
@@ -47,7 +47,7 @@ def upgrade_command(ctx: click.Context, store: str | None) -> None:
 @json_option
 @click.pass_context
 def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> int:
-    """Show the store's schema and rows, and what waits in the spool."""
+    """Show the store's schema and rows, and the backlog of the spool."""
     settings = settings_of(ctx, store__url=store)
     backlog = measure_spool(settings.spool_dir)
     rejected = count_rejected(settings.spool_dir)
@@ -124,7 +124,7 @@ def _print_status(body: Json) -> None:
     if spool["rejected"]:
         click.echo(f"        {spool['rejected']} refused lines are kept in rejected/")
     if spool["rejected_dropped"]:
-        click.echo(f"        {spool['rejected_dropped']} more did not fit there and are gone")
+        click.echo(f"        {spool['rejected_dropped']} more did not fit there and were dropped")
 
 
 @db.command("flush", epilog="Example: gpuops db flush")
@@ -136,7 +136,7 @@ def _print_status(body: Json) -> None:
     default=FLUSH_DEADLINE_S,
     show_default=True,
     metavar="S",
-    help="Seconds after which the rest is left for the next time.",
+    help="Seconds after which the rest is left for the next flush.",
 )
 @click.option("--quiet", is_flag=True, help="Print nothing.")
 @json_option
@@ -144,7 +144,7 @@ def _print_status(body: Json) -> None:
 def flush_command(
     ctx: click.Context, store: str | None, deadline_s: float, *, quiet: bool, as_json: bool
 ) -> int:
-    """Send what waits in the spool to the store; exit 75 when something remains."""
+    """Send the events in the spool to the store; exit 75 if some remain."""
     settings = settings_of(ctx, store__url=store)
     report = flush(
         settings.spool_dir,

@@ -20,7 +20,7 @@ MARKER = ".gpuops-demo"
 @click.option("--seed", default=7, show_default=True, help="Which rank dies, and at which step.")
 @click.option("--steps", default=240, show_default=True, type=click.IntRange(min=30))
 def demo(folder: Path | None, seed: int, steps: int) -> int:
-    """Train a small transformer, kill a rank, recover, and report, on this very machine."""
+    """Train a small transformer, kill a rank, recover, and report, on this machine."""
     if find_spec("torch") is None:
         raise UnsupportedTorchError(
             "the demo trains with torch, which is not installed here; "
@@ -34,7 +34,7 @@ def demo(folder: Path | None, seed: int, steps: int) -> int:
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Return *folder*, emptied if an earlier demo left it; never empty a folder of anyone else."""
+    """Return *folder*, emptied only if it is of an earlier demo."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
             raise UsageError(f"--dir {folder} is not empty and not an earlier demo's; name another")

@@ -60,15 +60,15 @@ FLAGS: dict[str, OptionDecorator] = {
     "rate_mbit": click.option("--rate", "rate_mbit", type=float, metavar="MBIT"),
     "directory": click.option("--dir", "directory", metavar="DIR", help="On this file system."),
     "size_bytes": click.option(
-        "--size", "size_bytes", callback=_parse_size, help="Take so much (1GiB)."
+        "--size", "size_bytes", callback=_parse_size, help="How much to take (1GiB)."
     ),
     "leave_bytes": click.option(
-        "--leave", "leave_bytes", callback=_parse_size, help="Leave so much."
+        "--leave", "leave_bytes", callback=_parse_size, help="How much to leave."
     ),
     "address": click.option("--address", metavar="PCI", help="The GPU, like 0000:3b:00."),
     "xid": click.option("--xid", type=int, help="Another Xid."),
-    "count": click.option("--count", type=int, help="So many lines."),
-    "share": click.option("--share", type=float, help="The part of the time it stands still."),
+    "count": click.option("--count", type=int, help="The number of lines."),
+    "share": click.option("--share", type=float, help="The share of the time that it is stopped."),
 }
 RUN_FLAGS: tuple[OptionDecorator, ...] = (
     click.option(
@@ -80,7 +80,9 @@ RUN_FLAGS: tuple[OptionDecorator, ...] = (
     click.option("--owner", metavar="USER", help="As root: break a run of this user."),
 )
 STEP_FLAGS: tuple[OptionDecorator, ...] = (
-    click.option("--at-step", type=click.IntRange(min=0), help="Wait until the rank is there."),
+    click.option(
+        "--at-step", type=click.IntRange(min=0), help="Wait until the rank is at this step."
+    ),
     click.option("--generation", type=click.IntRange(min=0), help="... in this generation."),
     click.option("--deadline", type=float, default=600.0, show_default=True, metavar="SECONDS"),
 )
@@ -94,17 +96,17 @@ def scenario_list(scenarios: Sequence[Scenario]) -> str:
 
 
 def fault_text(fault: Fault) -> str:
-    """Return what *fault* will break and how that is undone."""
+    """Return what *fault* breaks and how it is undone."""
     return printable(f"{fault.scenario}: {fault.breaks}\n{fault.undone}")
 
 
 def outcome_text(fault: Fault, outcome: InjectionResult) -> str:
-    """Return what became of *fault*."""
+    """Return the result of *fault*."""
     held = "" if fault.for_s is None else f", held {fault.for_s:g} s and undone"
     if outcome.not_undone:
         held = ", NOT UNDONE: " + "; ".join(outcome.not_undone)
     lines = [f"{fault.scenario}: injected{held}"]
-    lines += [f"  not all of it: {problem}" for problem in outcome.failed]
+    lines += [f"  failed step: {problem}" for problem in outcome.failed]
     return printable("\n".join(lines))
 
 
@@ -112,7 +114,7 @@ SEED_MAX = 2**31
 
 
 class _DrillSession:
-    """What all of one command line shares."""
+    """The settings, clock and run of one command line."""
 
     def __init__(self, ctx: click.Context, options: dict[str, object], *, as_json: bool) -> None:
         self.settings: Settings = settings_of(ctx)
@@ -125,7 +127,7 @@ class _DrillSession:
         self.owner_uid = self.uid if owner is None else _uid_of(str(owner), self.uid)
 
     def states(self) -> list[AgentStateFile]:
-        """Return what the run that is meant publishes now."""
+        """Return the current state files of the selected run."""
         named, pid = self._options.get("run_dir"), self._options.get("pid")
         directory = named if isinstance(named, Path) else self.settings.run_dir
         if pid is None:
@@ -137,16 +139,16 @@ class _DrillSession:
         raise DrillError(f"no run below {directory} has an agent or a worker with pid {pid}")
 
     def target(self) -> DrillTarget:
-        """Return what there is."""
+        """Return the target of the faults."""
         return DrillTarget(states=self.states(), uid=self.owner_uid, root=self.settings.root)
 
     def inject(self, fault: Fault) -> InjectionResult:
-        """Record *fault*, inject it, record what became of it."""
+        """Record *fault*, inject it, record the result."""
         recorder = self._recorder(fault)
         try:
             context = {"node": self.node, "clock": self.clock, "randomness": os.urandom}
             recorder.record(injected_event(fault, uid=self.uid, **context))  # type: ignore[arg-type]
-            outcome = InjectionResult(failed=("it was not done",))
+            outcome = InjectionResult(failed=("it was not injected",))
             try:
                 outcome = inject(fault, self.clock, Pause().wait)
             finally:
@@ -156,7 +158,7 @@ class _DrillSession:
         return outcome
 
     def _recorder(self, fault: Fault) -> Recorder:
-        # Never into a folder of somebody else's: root would follow their links.
+        # Never into another user's folder: root would follow their links.
         run_folders = (
             [s.folder for s in self._states_or_none() if s.run_id == fault.run_id]
             if fault.run_id
@@ -182,16 +184,16 @@ class _DrillSession:
 
 @click.group(epilog="Example: gpuops drill kill-rank --rank 1 --at-step 100 --run-dir gpuops-runs")
 def drill() -> None:
-    """Break something on purpose, here, to see that the run recovers.
+    """Inject a fault on this machine, to test that the run recovers.
 
-    Every scenario says first what it will break, for how long, and how that is undone.
+    Every scenario first shows what it will break, for how long, and how that is undone.
     """
 
 
 @drill.command("list", epilog="Example: gpuops drill list")
 @json_option
 def list_scenarios(*, as_json: bool) -> None:
-    """List what can be broken."""
+    """List the scenarios."""
     if as_json:
         rows = [{"name": item.name, "summary": item.summary} for item in SCENARIOS]
         click.echo(json.dumps(envelope("gpuops.drill-list/1", {"scenarios": rows}), indent=2))
@@ -199,7 +201,7 @@ def list_scenarios(*, as_json: bool) -> None:
     click.echo(scenario_list(SCENARIOS))
 
 
-# Shown in the help of a scenario that has the option; the first two that it has.
+# For the help of a scenario: the first two of these options that it has.
 _EXAMPLES = {
     "rank": "--rank 1",
     "interface": "--interface eth0",
@@ -216,7 +218,7 @@ def _example_words(scenario: Scenario) -> list[str]:
 
 
 def _command(scenario: Scenario) -> click.Command:
-    """Return the command of one scenario: its own options and those of all."""
+    """Return the command of one scenario: its own options and the common ones."""
     of_run = needs_run(scenario)
 
     def call(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 as click has them
@@ -224,8 +226,8 @@ def _command(scenario: Scenario) -> click.Command:
         work = _DrillSession(ctx, options, as_json=bool(options["as_json"]))
         if of_run and options["at_step"] is not None:
             _wait_for_step(work, options)
-        scene = work.target() if of_run else DrillTarget(uid=work.uid, root=work.settings.root)
-        fault = scenario.plan(scene, DrillOptions(**mine))
+        target = work.target() if of_run else DrillTarget(uid=work.uid, root=work.settings.root)
+        fault = scenario.plan(target, DrillOptions(**mine))
         _warn_foreign_run(work)
         _confirm(fault_text(fault), yes=bool(options["yes"]))
         return _print_outcomes(work, [(fault, work.inject(fault))])
@@ -244,7 +246,9 @@ for _scenario in SCENARIOS:
 
 
 @drill.command("random", epilog="Example: gpuops drill random --seed 7 --run-dir gpuops-runs")
-@click.option("--seed", type=click.IntRange(0, SEED_MAX), required=True, help="Draws the faults.")
+@click.option(
+    "--seed", type=click.IntRange(0, SEED_MAX), required=True, help="The seed of the random faults."
+)
 @click.option("--faults", type=click.IntRange(1, 10_000), default=10, show_default=True)
 @click.option("--every", "every_s", type=click.FloatRange(0, 86400), default=30, show_default=True)
 @click.option(
@@ -272,20 +276,20 @@ def random_faults(
     as_json: bool,
     **of_run: object,
 ) -> int:
-    """Inject faults that are drawn from a seed, one after the other."""
+    """Inject random faults from a seed, one after the other."""
     session = _DrillSession(ctx, of_run, as_json=as_json)
     _warn_foreign_run(session)
     _confirm(
         f"{faults} faults, one every {every_s:g} s, seed {seed}, out of: {', '.join(names)}.\n"
-        "Each is said before it is injected.",
+        "Each is shown before it is injected.",
         yes=yes,
     )
-    dice, done, pause = Random(seed), [], Pause()  # noqa: S311 to be repeated, not a secret
+    rng, done, pause = Random(seed), [], Pause()  # noqa: S311 to be repeated, not a secret
     for _ in range(faults):
         end_ns = session.clock.mono_ns() + round(every_s * 1e9)
         try:
             target = session.target()
-            name, options = draw_fault(dice, names, target.states)
+            name, options = draw_fault(rng, names, target.states)
             fault = replace(BY_NAME[name].plan(target, options), seed=seed)
             click.echo(fault_text(fault), err=True)
             done.append((fault, session.inject(fault)))
@@ -299,18 +303,20 @@ def random_faults(
 def _wait_for_step(session: _DrillSession, options: dict[str, object]) -> None:
     rank = options.get("rank")
     if rank is None:
-        raise UsageError("--at-step goes with --rank: whose step counts?")
+        raise UsageError("--at-step needs --rank")
     generation = options["generation"]
-    aim = StepTrigger(
+    trigger = StepTrigger(
         rank=int(str(rank)),
         at_step=int(str(options["at_step"])),
         generation=None if generation is None else int(str(generation)),
     )
     timeout_s, pause = float(str(options["deadline"])), Pause()
     end_ns = session.clock.mono_ns() + round(timeout_s * 1e9)
-    while not has_reached(aim, session.states()):
+    while not has_reached(trigger, session.states()):
         if session.clock.mono_ns() > end_ns:
-            raise DrillError(f"rank {aim.rank} was not at step {aim.at_step} in {timeout_s:g} s")
+            raise DrillError(
+                f"rank {trigger.rank} was not at step {trigger.at_step} in {timeout_s:g} s"
+            )
         pause.wait(POLL_S)
 
 
@@ -322,17 +328,17 @@ def _warn_foreign_run(session: _DrillSession) -> None:
 
 
 def _confirm(text: str, *, yes: bool) -> None:
-    """Say what will be broken and get consent.
+    """Show what will be broken and ask for consent.
 
     Raises:
-        UsageError: Nobody can be asked.
+        UsageError: Standard input is not a terminal.
         DrillError: The answer was no.
     """
     click.echo(text, err=True)
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to confirm it; --yes says that it is meant")
+        raise UsageError("not a terminal, so it cannot be confirmed; add --yes")
     if not click.confirm("Break it?", err=True):
         raise DrillError("not confirmed; nothing was broken")
 

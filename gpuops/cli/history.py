@@ -39,8 +39,8 @@ def open_history(ctx: click.Context, store_url: str | None, run_dir: Path | None
     """Return the store to read, to be closed by the caller.
 
     Raises:
-        UsageError: Two sources were named, or one that is not there.
-        StoreError: The store cannot be read now.
+        UsageError: Two sources were named, or one that does not exist.
+        StoreError: The store cannot be read.
     """
     if run_dir is not None:
         if store_url is not None:
@@ -58,7 +58,7 @@ def open_history(ctx: click.Context, store_url: str | None, run_dir: Path | None
 
 
 def print_notes(store: IncidentStore) -> None:
-    """Print what the store does not hold, on standard error."""
+    """Print the store's notes on standard error."""
     for note in store.notes:
         click.echo(f"gpuops: {printable(note)}", err=True)
 
@@ -77,7 +77,7 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """Say where a run's time went, what failed, what it cost and who was to blame.
+    """Report where a run's time went, what failed, what it cost and who was to blame.
 
     RUN is the end (or the beginning) of a run's id; without it, the newest run.
     """
@@ -116,7 +116,7 @@ def _read_breakdown(
 
 
 def _agent_liveness(run: run_queries.RunRow, run_dir: Path | None) -> AgentLiveness:
-    """Return what has become of the agent of a run without an end, if this is its node."""
+    """Return the state of the agent of a run without an end, if this is its node."""
     directory = run_dir or Path(run.run_dir)
     if run.ended_us is not None or not (run_dir or directory.is_absolute()):
         return AgentLiveness.UNKNOWN
@@ -173,7 +173,7 @@ def show_incident(
     *,
     as_json: bool,
 ) -> None:
-    """Show one incident, and why the run went on or stopped; ID is the end of its id."""
+    """Show one incident, and why the run continued or stopped; ID is the end of its id."""
     with open_history(ctx, store, run_dir) as opened:
         with opened.begin() as connection:
             found = run_queries.find_incident(connection, incident_id)

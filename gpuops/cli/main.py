@@ -1,7 +1,7 @@
-"""The ``gpuops`` command: finds the subcommand, turns every ending into its exit code.
+"""The ``gpuops`` command: finds the subcommand, and maps its result to an exit code.
 
-A subcommand's module is imported only when it is asked for, so that ``gpuops check`` in a prolog
-pays neither for torch nor for SQLAlchemy.
+A subcommand's module is imported only when it is called, so that ``gpuops check`` in a prolog
+imports neither torch nor SQLAlchemy.
 """
 
 import errno
@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpuops")
 @click.option("--config", "config_file", type=click.Path(), help="Configuration file (TOML).")
-@click.option("--verbose", is_flag=True, help="Say more on standard error.")
+@click.option("--verbose", is_flag=True, help="Log more on standard error.")
 @click.pass_context
 def gpuops(ctx: click.Context, config_file: str | None, *, verbose: bool) -> None:
     """Keep GPU clusters training: check nodes, run jobs, recover, and remember what broke."""
@@ -77,19 +77,19 @@ def run_command(args: Sequence[str]) -> int:
         result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)
         sys.stdout.flush()
     except (SystemExit, BrokenPipeError):
-        # click turns a closed pipe into SystemExit(1), which would read as a failed node. Python
-        # would complain once more when it flushes at exit.
+        # click turns a closed pipe into SystemExit(1), which would mean a failed node. Python would
+        # report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
-        return _report_error(click.Abort())  # one more, while click dealt with the first
+        return _report_error(click.Abort())  # a second one, while click handled the first
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
         return _report_error(exc)
     return result if isinstance(result, int) else 0
 
 
 def _open_closed_streams() -> None:
-    """Give what was started with ``>&-`` a place to print to: its exit code still counts."""
+    """Open streams closed with ``>&-`` on the null device, so that printing does not fail."""
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 open as long as the process
     if sys.stderr is None:
@@ -97,7 +97,7 @@ def _open_closed_streams() -> None:
 
 
 def _report_error(exc: Exception) -> int:
-    """Say on standard error what went wrong, in one line where it can be; return the exit code."""
+    """Print the error on standard error, in one line if possible; return the exit code."""
     match exc:
         case click.exceptions.Exit():
             return exc.exit_code

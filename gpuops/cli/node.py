@@ -26,7 +26,7 @@ from gpuops.units import iso_utc
 
 @click.group(epilog="Example: gpuops node show gpu017")
 def node() -> None:
-    """List nodes, and tell the history of one."""
+    """List nodes, and show the history of one."""
 
 
 @node.command("ls", epilog="Example: gpuops node ls --json")
@@ -52,7 +52,7 @@ def list_nodes(ctx: click.Context, store: str | None, *, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def show_node(ctx: click.Context, name: str, store: str | None, *, as_json: bool) -> None:
-    """Tell what is on record of the node NAME: what failed, what was done, what was repaired."""
+    """Show the history of the node NAME: findings, incidents, drains, repairs."""
     cluster, now_us = settings_of(ctx).cluster, SystemClock().now_us()
     with open_history(ctx, store, None) as opened:
         with opened.begin() as connection:
@@ -75,7 +75,7 @@ TEXT_CHARS_MAX = 500
 @click.option("--gpu", metavar="UUID", help="Only this GPU was repaired.")
 @click.option("--nic", metavar="GUID", help="Only this network card was repaired.")
 @click.option("--what", required=True, metavar="TEXT", help="What was done.")
-@click.option("--by", metavar="NAME", help="Who did it; default: who calls this.")
+@click.option("--by", metavar="NAME", help="Who did it; default: the calling user.")
 @store_option
 @json_option
 @click.pass_context
@@ -90,19 +90,19 @@ def repair(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Record that NODE was repaired: what was before no longer counts against it.
+    """Record that NODE was repaired: earlier failures no longer count against it.
 
-    Its open incidents are closed, and its strikes and old kernel messages are forgiven. On the
-    node itself this works without the store.
+    Its open incidents are closed, and its strikes and old kernel messages are ignored. On the node
+    itself this works without the store.
     """
     uid = current_uid()
     if uid != 0:
         raise UsageError(
-            f"gpuops repair must be run by root, not by uid {uid}: users' words about a node do "
+            f"gpuops repair must be run by root, not by uid {uid}: users' reports about a node do "
             "not count; try sudo"
         )
     settings, env = settings_of(ctx, store__url=store), environ()
-    order = RepairRequest(
+    request = RepairRequest(
         node=node,
         entity=_entity(node, gpu, nic),
         by=_text("--by", by or _caller_name(env)),
@@ -112,7 +112,7 @@ def repair(
         uid=uid,
     )
     clock = SystemClock()
-    done = acknowledge_repair(order, settings.store_url, settings.cluster, clock)
+    done = acknowledge_repair(request, settings.store_url, settings.cluster, clock)
     notes = [*done.notes, *_record_events(settings, node, done.events, clock)]
     if as_json:
         click.echo(
@@ -138,7 +138,7 @@ def _text(option: str, value: str) -> str:
     text = " ".join(value.split())
     if not text or len(text) > TEXT_CHARS_MAX or not text.isprintable():
         raise UsageError(
-            f"{option} wants 1 to {TEXT_CHARS_MAX} printable characters, got {value!r:.80}"
+            f"{option} needs 1 to {TEXT_CHARS_MAX} printable characters, got {value!r:.80}"
         )
     return text
 
@@ -150,10 +150,10 @@ def _caller_name(env: Mapping[str, str]) -> str:
 def _record_events(
     settings: Settings, node: str, events: Sequence[Event], clock: SystemClock
 ) -> list[str]:
-    """Send *events* to the store by way of the spool; return what did not come about.
+    """Send *events* to the store through the spool; return notes about failures.
 
     Raises:
-        GpuopsError: The spool does not take them.
+        GpuopsError: They cannot be written to the spool.
     """
     recorder = spool_recorder(
         settings.spool_dir,
@@ -165,7 +165,9 @@ def _record_events(
     recorder.record(*events)
     recorder.close()
     if recorder.lost:
-        raise GpuopsError(f"the store will not hear of it: {settings.spool_dir} takes no events")
+        raise GpuopsError(
+            f"the repair is not recorded: cannot write events to {settings.spool_dir}"
+        )
     report = flush(
         settings.spool_dir,
         settings.store_url,
@@ -174,7 +176,7 @@ def _record_events(
         clock=clock,
         root=settings.root,
     )
-    return [] if report.note is None else [f"the store will hear of it later: {report.note}"]
+    return [] if report.note is None else [f"the store gets the repair later: {report.note}"]
 
 
 def _result_json(node: str, done: RepairSummary, notes: Sequence[str]) -> dict[str, object]:

@@ -19,11 +19,11 @@ def settings_of(
 ) -> Settings:
     """Return the settings in force; *flags* are by setting key with ``__`` for the dot.
 
-    *on_error* is told of mistakes, as in `gpuops.config.resolve.resolve`.
+    *on_error* receives errors, as in `gpuops.config.resolve.resolve`.
 
     Raises:
-        ConfigError: See `gpuops.config.resolve.resolve`; or this is root, and the file is not only
-            root's.
+        ConfigError: See `gpuops.config.resolve.resolve`; or this is root, and others may write the
+            file.
     """
     uid = current_uid()
     config_file = (ctx.find_root().obj or {}).get("config_file")
@@ -43,9 +43,9 @@ store_option = click.option("--store", metavar="URL", help="The incident store's
 
 @contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Take Ctrl-C while nothing has begun: some of what is imported swallows KeyboardInterrupt."""
+    """Exit at once on Ctrl-C during imports: some modules swallow KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # ignored, as for a shell's background job, or somebody else's
+        yield  # it is ignored, as in a shell's background job, or has another handler
         return
     signal.signal(signal.SIGINT, _exit_now)
     try:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class _TorchrunCommand(click.Command):
-    """Hands every word to torch's own parser, ``--`` and ``--help`` too."""
+    """Passes every argument to torch's parser, including ``--`` and ``--help``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.params["words"] = tuple(args)
@@ -84,10 +84,10 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         ctx, store__url=typed.store, spool__dir=typed.spool, run__dir=typed.run_dir
     )
     request = request_of(typed, settings, env, uid=current_uid())
-    ladder = timeouts_of(request, env, time.time())
+    timeouts = timeouts_of(request, env, time.time())
     if request.print_timeouts:
-        return _print_timeouts(request, ladder)
-    for line in (*request.warnings, *ladder.refuse()):
+        return _print_timeouts(request, timeouts)
+    for line in (*request.warnings, *timeouts.refuse()):
         _print_line(f"warning: {line}")
     unset_environ(SECRET_VARIABLES)
     _survive_closed_streams()
@@ -103,7 +103,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
 
 
 def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
-    """Hand over to ``gpuops run status``."""
+    """Run ``gpuops run status``."""
     from gpuops.cli.run_status import status
 
     with status.make_context("run status", list(words), parent=ctx.parent) as inner:
@@ -111,16 +111,16 @@ def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _print_timeouts(request: RunRequest, ladder: Timeouts) -> int:
+def _print_timeouts(request: RunRequest, timeouts: Timeouts) -> int:
     if request.as_json:
-        click.echo(json.dumps(envelope("gpuops.timeouts/1", ladder.to_json()), indent=2))
+        click.echo(json.dumps(envelope("gpuops.timeouts/1", timeouts.to_json()), indent=2))
     else:
-        click.echo(printable(ladder.to_text()))
-    return EXIT_USAGE if any(problem.is_error for problem in ladder.problems) else EXIT_OK
+        click.echo(printable(timeouts.to_text()))
+    return EXIT_USAGE if any(problem.is_error for problem in timeouts.problems) else EXIT_OK
 
 
 def _print_outcome(outcome: "RunOutcome", settings: Settings) -> None:
-    """Say how the run ended, what that asks of the scheduler, and where to read more."""
+    """Print how the run ended, what the exit code requests, and where to read more."""
     if outcome.exit_code != 0 and not outcome.goes_on:
         verb = "" if outcome.outcome == "failed" else "was "
         _print_line(f"the run {verb}{outcome.outcome}: {outcome.reason}")
@@ -142,9 +142,9 @@ def _print_line(text: str) -> None:
 
 
 def _requeue_on_early_signal() -> None:
-    """Have a preemption before anything began end in 85, as one later does; imports take seconds.
+    """Exit with 85 on a preemption during the imports, which take seconds.
 
-    The run's own handlers take these two over.
+    The run replaces these two handlers by its own.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -158,14 +158,14 @@ def _exit_for_requeue(number: int, _frame: FrameType | None) -> None:
 
 
 def _survive_closed_streams() -> None:
-    """Let the job go on when nobody reads its lines, which torch's tee writes to our streams.
+    """Keep the job running if nobody reads its lines, which torch's tee writes to our streams.
 
-    By whole lines: in blocks, a file or a pipe would get them long after what happened.
+    Streams are line buffered: block buffering would delay the lines in a file or a pipe.
     """
     from gpuops.agent.status.console import lasting
 
     def lost(name: str, exc: OSError) -> None:
-        _log.warning("%s takes no more, the job goes on: %s", name, exc.strerror)
+        _log.warning("cannot write to %s, the job continues: %s", name, exc.strerror)
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = lasting(sys.stdout, partial(lost, "standard output"))
@@ -174,7 +174,7 @@ def _survive_closed_streams() -> None:
 
 
 def _is_in_store(settings: Settings, run_id: str) -> bool:
-    """Say whether the run's end has reached the store: a spool may have refused what led there."""
+    """Return whether the store has the run's end: the spool may have lost events."""
     from gpuops.store.engine import open_store
     from gpuops.store.queries.run_queries import find_run
 

@@ -1,4 +1,4 @@
-"""``gpuops run status``: how a run stands, live, from any node that sees its folder."""
+"""``gpuops run status``: the live state of a run, from any node that can read its folder."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ from gpuops.store.queries import run_queries
 from gpuops.units import NS_PER_S
 
 REFRESH_S = 1.0
-SPARE_DEAD_S = 3.0  # an agent beats every second
+SPARE_DEAD_S = 3.0  # an agent sends a heartbeat every second
 CONTROL_TIMEOUT_S = 3.0
 SCHEMA = "gpuops.run-status/1"
 
@@ -56,7 +56,7 @@ SCHEMA = "gpuops.run-status/1"
     type=click.Path(path_type=Path),
     help="The folder of the run, or the one that holds those of several runs.",
 )
-@click.option("--watch/--once", "watch", default=None, help="Follow it; so on a terminal.")
+@click.option("--watch/--once", "watch", default=None, help="Follow it; default on a terminal.")
 @store_option
 @json_option
 @click.pass_context
@@ -69,7 +69,7 @@ def status(
     watch: bool | None,
     as_json: bool,
 ) -> int:
-    """Show how RUN stands: its phase and why, nodes, ranks, steps, who was left out.
+    """Show the state of RUN: its phase and the reason, nodes, ranks, steps, excluded nodes.
 
     RUN is the end (or the beginning) of a run's id; without it, the newest run of the folder.
     """
@@ -92,13 +92,13 @@ def status(
 
 @dataclass(slots=True)
 class StatusHistory:
-    """What several looks tell: steps a second, and whose heartbeat stands still."""
+    """What follows from several polls: steps a second, and agents without new heartbeats."""
 
     _first: tuple[int, int] | None = None
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def rate(self, step: int | None, now_ns: int) -> float | None:
-        """Return the steps a second since the first look, or since steps were made again."""
+        """Return the steps a second since the first poll, or since steps were repeated."""
         first = self._first
         if step is None or first is None or step < first[0]:
             self._first = None if step is None else (step, now_ns)
@@ -107,7 +107,7 @@ class StatusHistory:
         return (step - first[0]) / passed_s if passed_s > 0 else None
 
     def silent_s(self, view: RunView, now_ns: int) -> dict[str, float]:
-        """Return for how long each agent's sequence number has not moved."""
+        """Return for how long each agent's sequence number has not changed."""
         found = {}
         assigned = {node.node: node.seq for node in view.nodes if node.seq is not None}
         for name, newest in {**view.spare_seqs, **assigned}.items():
@@ -125,7 +125,7 @@ def refresh_without_dead_spares(
     clock: Clock,
     sleep: Callable[[float], object],
 ) -> RunView:
-    """Return *first*; where it has spares, a later look without those that did not beat since."""
+    """Return *first*; if it has spares, a later view without those that sent no heartbeat since."""
     if not first.spare_seqs:
         return first
     history = StatusHistory()
@@ -136,7 +136,7 @@ def refresh_without_dead_spares(
 
 
 class RunWatcher:
-    """Looks at one run again and again, by the best way there is; keeps the way open."""
+    """Polls one run from the best available source; keeps its connection open."""
 
     def __init__(
         self, settings: Settings, parent: Path, run_id_part: str | None, clock: Clock
@@ -155,7 +155,7 @@ class RunWatcher:
             self._control_store.close()
 
     def refresh(self) -> RunView | None:
-        """Return how the run stands, None where there is no folder of it."""
+        """Return the state of the run, None without its folder."""
         folder = self._folder()
         found = [] if folder is None else list(read_states(folder))
         if not found:
@@ -165,7 +165,7 @@ class RunWatcher:
             view = self._from_agent(found)
         if view is None:
             view = from_files(found)
-            notes = (*notes, "as the run's folder has it, which may be old")
+            notes = (*notes, "from the run's folder, which may be out of date")
         if view.restarts_max is None:
             view = replace(view, restarts_max=from_files(found).restarts_max)
         return replace(view, notes=notes)
@@ -186,9 +186,9 @@ class RunWatcher:
                 self._control_store = connect_control_store(address, self._settings)
             view = None if self._control_store is None else read_control_store(self._control_store)
         except GpuopsError as exc:
-            return None, (f"the board does not answer: {exc}",)
+            return None, (f"the control store does not answer: {exc}",)
         if view is not None and view.run_id != found[0].get("run_id"):
-            return None, ("the board holds another run by now",)
+            return None, ("the control store is used by another run now",)
         return view, ()
 
     def _from_agent(self, found: list[dict[str, Any]]) -> RunView | None:
@@ -204,7 +204,7 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
     """Return the control store at *address*, None if another process cannot reach it.
 
     Raises:
-        GpuopsError: The token is none, or the driver is missing.
+        GpuopsError: The token is invalid, or the driver is missing.
     """
     kind, run_key = address.get("kind"), text_or_empty(address.get("run_key"))
     token = token_of(environ(), _token_file(settings), current_uid())
@@ -216,7 +216,7 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
             host, port, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S
         )
     if kind == EndpointKind.POSTGRES and not settings.store_is_default:
-        # psycopg is an extra that only this needs.
+        # psycopg is an optional dependency.
         from gpuops.control.postgres.store import PostgresControlStore
 
         return PostgresControlStore(
@@ -241,7 +241,7 @@ def _from_store(ctx: click.Context, store: str | None, run_id_part: str | None) 
             run_queries.exclusions(connection, run.id),
             SystemClock().now_us(),
         )
-        return replace(view, notes=("as the store has it, which may be old", *opened.notes))
+        return replace(view, notes=("from the store, which may be out of date", *opened.notes))
 
 
 def _follow(
@@ -250,7 +250,7 @@ def _follow(
     console: Console,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the run until it is over or Ctrl-C."""
+    """Show the run until it has ended or Ctrl-C."""
     view: RunView | None = first
     history, clock = StatusHistory(), SystemClock()
     with Live(console=console, auto_refresh=False) as live:

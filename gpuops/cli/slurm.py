@@ -1,6 +1,6 @@
-"""``gpuops slurm``: what the hooks in ``slurm/`` call, and how to install those.
+"""``gpuops slurm``: the commands of the hooks in ``slurm/``, and their installation.
 
-``prolog`` and ``epilog`` import no SQLAlchemy, but for the child that asks for a permit.
+``prolog`` and ``epilog`` do not import SQLAlchemy, except in the child that requests a permit.
 """
 
 import sys
@@ -30,7 +30,7 @@ verdict_option = click.option(
     "--verdict",
     required=True,
     type=click.Path(path_type=Path),
-    help="File to write where the node is refused; the hook names one anew each time.",
+    help="File to write if the node is refused; the hook uses a new name each time.",
 )
 
 
@@ -43,7 +43,7 @@ def slurm() -> None:
 @verdict_option
 @click.pass_context
 def prolog(ctx: click.Context, *, verdict: Path) -> int:
-    """Check this node before a job; exit 1 and write the verdict where it must not start here."""
+    """Check this node before a job; exit 1 and write the verdict if it must not start here."""
     job = job_of(environ())
     return _print_result(run_hook(_hook_context(ctx, "prolog", job), verdict))
 
@@ -52,10 +52,10 @@ def prolog(ctx: click.Context, *, verdict: Path) -> int:
 @verdict_option
 @click.pass_context
 def epilog(ctx: click.Context, *, verdict: Path) -> int:
-    """Check this node after a job; exit 1 and write the verdict where no other may start here.
+    """Check this node after a job; exit 1 and write the verdict if no other may start here.
 
-    A job that failed, or that claims with exit code 86 that the node is unhealthy, has the full
-    suite run; only what that finds counts.
+    After a job that failed, or that claims with exit code 86 that the node is unhealthy, the full
+    suite runs; only its findings count.
     """
     job = job_of(environ())
     suite = "full" if job.failed else "epilog"
@@ -69,11 +69,11 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
     type=click.FloatRange(0, 20),
     default=10.0,
     show_default=True,
-    help="Nodes spread their start over so many seconds.",
+    help="Seconds over which nodes spread their start.",
 )
 @click.pass_context
 def health(ctx: click.Context, *, jitter: float) -> int:
-    """Check this node from time to time; drain it, or take back our own drain."""
+    """Check this node periodically; drain it, or resume it after a drain by gpuops."""
     context = _hook_context(ctx, "health")
     result, action = check_health(context, _scontrol(ctx), jitter)
     click.echo(f"{action.action}: {action.why}", err=True)
@@ -82,10 +82,10 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 
 
 @slurm.command(hidden=True)
-@click.option("--id", "drain_id", required=True, help="Of the drain that a hook wants.")
+@click.option("--id", "drain_id", required=True, help="The drain that a hook requested.")
 @click.pass_context
 def publish(ctx: click.Context, *, drain_id: str) -> int:
-    """Tell slurmctld why a hook of this node failed; the hooks start it."""
+    """Report to slurmctld why a hook of this node failed; the hooks start it."""
     result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx))
     click.echo(f"{result.step or 'given up'}: {result.error or drain_id}", err=True)
     return EXIT_OK
@@ -130,7 +130,7 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
 
 
 def _print_result(result: GateResult) -> int:
-    """Print what matters into slurmd's log; return the exit code."""
+    """Print findings and the decision for slurmd's log; return the exit code."""
     for finding in result.check_run.findings:
         if finding.status in {Status.FAIL, Status.UNKNOWN}:
             click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)

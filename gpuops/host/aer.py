@@ -21,10 +21,10 @@ SEVERITIES = ("correctable", "nonfatal", "fatal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AerDevice:
-    """One function of the bus: ``what`` it is, and its errors since it was found.
+    """One PCI function: ``what`` it is, and its errors since it was enumerated.
 
-    ``totals`` by severity (`SEVERITIES`), None where the device does not report; ``kinds`` names
-    the errors that were counted (``RxErr``, ``BadTLP``).
+    ``totals`` by severity (`SEVERITIES`), without those that the device does not report; ``kinds``:
+    counts by error (``RxErr``, ``BadTLP``).
     """
 
     address: str
@@ -35,14 +35,14 @@ class AerDevice:
 
 @dataclass(frozen=True, slots=True)
 class AerBus:
-    """The devices that report; ``watched`` counts those that were looked at."""
+    """The devices that report errors; ``watched`` counts those that were read."""
 
     devices: tuple[AerDevice, ...] = ()
     watched: int = 0
 
 
 def read_aer(root: Path = Path("/")) -> AerBus:
-    """Return the error counts; no device where there is no PCI bus or no error reporting."""
+    """Return the error counts; no device without a PCI bus or error reporting."""
     watched: dict[str, tuple[str, Path]] = {}
     for device in entries_of(root / "sys/bus/pci/devices"):
         what = _what(device)
@@ -85,10 +85,10 @@ def _above(device: Path) -> list[Path]:
 def _device(address: str, what: str, folder: Path) -> AerDevice | None:
     totals, kinds = {}, {}
     for severity in SEVERITIES:
-        said = text_of(folder / f"aer_dev_{severity}")
-        if said is None:
+        text = text_of(folder / f"aer_dev_{severity}")
+        if text is None:
             continue
-        total, counted = parse_aer(said)
+        total, counted = parse_aer(text)
         if total is not None:
             totals[severity] = total
             kinds.update(counted)

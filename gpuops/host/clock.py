@@ -27,7 +27,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that moves when told to, for tests and simulations."""
+    """A clock that moves only by `advance`, for tests and simulations."""
 
     def __init__(self, now_us: int = 1_700_000_000_000_000, mono_ns: int = 1_000_000_000) -> None:
         self._now_us = now_us

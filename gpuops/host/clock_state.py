@@ -1,6 +1,6 @@
-"""Whether the kernel believes that its clock is synchronised, from adjtimex(2).
+"""Whether the kernel considers its clock synchronised, from adjtimex(2).
 
-No NTP daemon needs to be asked: all of them (chrony, ntpd, timesyncd, PTP) tell the kernel.
+This needs no NTP daemon: all of them (chrony, ntpd, timesyncd, PTP) report to the kernel.
 Under a fake root, ``syscall/adjtimex.json`` holds what the call would have returned.
 """
 
@@ -23,9 +23,9 @@ _TIMEX = struct.Struct("@I4lI")
 
 @dataclass(frozen=True, slots=True)
 class KernelClockState:
-    """``synchronised`` is the kernel's verdict (STA_UNSYNC is clear), errors are in seconds.
+    """``synchronised``: STA_UNSYNC is clear. Errors are in seconds.
 
-    ``offset_s`` is what is still to be corrected; ``error_max_s`` bounds the clock's error and
+    ``offset_s`` is the remaining correction; ``error_max_s`` bounds the clock's error and
     grows by 500 ppm between updates.
     """
 
@@ -53,11 +53,11 @@ def read_clock_state(root: Path = Path("/")) -> KernelClockState:
 
 def _adjtimex() -> tuple[int, int, int]:
     """Return offset, maxerror and status of ``struct timex``, as 64-bit Linux lays it out."""
-    # Imported by the child that asks, so that starting the command does not pay for it.
+    # Imported only by the child that calls it, which makes the command start faster.
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    # Zeros ask without changing anything; the structure has 208 bytes, and room is cheap.
+    # Zeros read without changing anything; the structure has 208 bytes.
     timex = ctypes.create_string_buffer(512)
     if libc.adjtimex(timex) < 0:
         code = ctypes.get_errno()

@@ -1,9 +1,9 @@
-"""NVIDIA DCGM's own diagnostic: ``dcgmi diag -j`` and what it prints.
+"""NVIDIA DCGM's diagnostic: ``dcgmi diag -j`` and its output.
 
 Its JSON has no published schema. Two layouts are known: DCGM 3 prints ``DCGM GPU Diagnostic``, a
 result for each GPU (``gpu_id``) and warnings as text or as tables; DCGM 4 prints ``DCGM
 Diagnostic``, a result for each entity (``entity_group``, ``entity_id``), a summary for each test
-and warnings as tables. Both are read to the last entity and the last warning.
+and warnings as tables. All entities and all warnings of both are read.
 """
 
 import json
@@ -24,7 +24,7 @@ _HEADS = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcgmError:
-    """One warning of one result, with its numbers in dcgm_errors.h; None: not told."""
+    """One warning of one result, with its numbers in dcgm_errors.h; None: not reported."""
 
     text: str
     code: int | None = None
@@ -34,9 +34,9 @@ class DcgmError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcgmResult:
-    """What one test says of one entity: ``GPU 3``, or ``all`` for a summary.
+    """The result of one test for one entity: ``GPU 3``, or ``all`` for a summary.
 
-    ``status`` is DCGM's word in lower case (``pass``, ``fail``, ``warn``, ``skip``).
+    ``status`` is that of DCGM in lower case (``pass``, ``fail``, ``warn``, ``skip``).
     """
 
     category: str
@@ -61,7 +61,7 @@ class DcgmDiagnostic:
 
 
 def read_dcgm(root: Path, budget_s: float, level: str) -> DcgmDiagnostic:
-    """Return what ``dcgmi diag -r`` *level* says.
+    """Return the result of ``dcgmi diag -r`` *level*.
 
     Raises:
         ProbeError: It gave no answer in time (``timeout``) or printed no JSON (``crash``).
@@ -76,7 +76,7 @@ def read_dcgm(root: Path, budget_s: float, level: str) -> DcgmDiagnostic:
     found = parse_diag(answer.output)
     if found is None:
         why = f"dcgmi diag {answer.ending}: {answer.first_line()}"
-        # Without nv-hostengine, or with a driver it does not know, it says so as text.
+        # Without nv-hostengine, or with an unknown driver, it prints plain text.
         return DcgmDiagnostic(installed=True, exit_code=answer.exit_code, error=why.rstrip(": "))
     version, error, results = found
     return DcgmDiagnostic(
@@ -92,9 +92,9 @@ Parsed = tuple[str | None, str | None, tuple[DcgmResult, ...]]
 
 
 def parse_diag(text: str) -> Parsed | None:
-    """Return version, the run's own error and all results of *text*, None where it is no JSON.
+    """Return version, error and all results of *text*, None if it is no JSON.
 
-    Lines around the JSON (``Successfully ran diagnostic for group.``) are left out.
+    Lines around the JSON (``Successfully ran diagnostic for group.``) are ignored.
     """
     document = _document(text)
     if document is None:

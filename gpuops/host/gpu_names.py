@@ -1,7 +1,7 @@
-"""Which GPU has which PCI address, without asking its driver: a lost GPU answers no call.
+"""Which GPU has which PCI address, without a driver call: a lost GPU answers none.
 
-From ``/proc/driver/nvidia/gpus``, one folder for each GPU that the driver has taken, and from
-sysfs where that is missing.
+From ``/proc/driver/nvidia/gpus``, one folder for each GPU that the driver has bound, or from sysfs
+if that is missing.
 """
 
 import re
@@ -19,7 +19,7 @@ _MARGIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The PCI view outlives an NVML that hangs."""
+    """The GPUs on the PCI bus and in NVML; the former are known even if NVML hangs."""
 
     pci: tuple[PciGpu, ...]
     nvml: NvmlSnapshot
@@ -37,9 +37,9 @@ _MINOR = re.compile(r"^Device Minor:\s*([0-9]{1,4})\s*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuName:
-    """One GPU. ``index``: its place by PCI address, which is NVML's order.
+    """One GPU. ``index``: its position by PCI address, which is NVML's order.
 
-    ``uuid``: None where the driver has not read it yet. ``minor``: of ``/dev/nvidia3``.
+    ``uuid``: None if the driver has not read it yet. ``minor``: of ``/dev/nvidia3``.
     """
 
     index: int
@@ -48,8 +48,8 @@ class GpuName:
     minor: int | None = None
 
 
-def read_gpu_names(root: Path, told: Mapping[str, str]) -> tuple[GpuName, ...]:
-    """Return the GPUs by address; *told* are UUIDs by address that the driver wrote elsewhere."""
+def read_gpu_names(root: Path, logged_uuids: Mapping[str, str]) -> tuple[GpuName, ...]:
+    """Return the GPUs by address; *logged_uuids*: UUIDs by address from the kernel log."""
     folder = root / "proc/driver/nvidia/gpus"
     try:
         found = {
@@ -59,12 +59,12 @@ def read_gpu_names(root: Path, told: Mapping[str, str]) -> tuple[GpuName, ...]:
         found = {}
     if not found:
         found = {gpu.address: "" for gpu in read_pci_gpus(root)}
-    addresses = sorted({*found, *told})
+    addresses = sorted({*found, *logged_uuids})
     return tuple(
         GpuName(
             index=index,
             address=address,
-            uuid=_found(_UUID, found.get(address)) or told.get(address),
+            uuid=_found(_UUID, found.get(address)) or logged_uuids.get(address),
             minor=None if (minor := _found(_MINOR, found.get(address))) is None else int(minor),
         )
         for index, address in enumerate(addresses)

@@ -1,7 +1,7 @@
 """Network adapters for RDMA (InfiniBand, RoCE), from ``/sys/class/infiniband``.
 
-Documentation/ABI/stable/sysfs-class-infiniband of Linux names the files; a counter that the
-adapter does not have is not there or cannot be read.
+Documentation/ABI/stable/sysfs-class-infiniband of Linux names the files; a counter that the adapter
+does not have is missing or cannot be read.
 """
 
 import re
@@ -13,8 +13,8 @@ from gpuops.host.trust import entries_of, number_of, text_of
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8
-# Counters of the port itself stop at their greatest value until somebody clears them (InfiniBand
-# Architecture Specification, volume 1, PortCounters attribute); those of hw_counters/ go on.
+# Counters of the port itself saturate at their greatest value until they are cleared (InfiniBand
+# Architecture Specification, volume 1, PortCounters attribute); those of hw_counters/ do not.
 _FULL = {
     "link_downed": 0xFF,
     "symbol_error": 0xFFFF,
@@ -29,7 +29,7 @@ _FULL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One port of one adapter; None: not told.
+    """One port of one adapter; None: not reported.
 
     ``guid`` is the adapter's node GUID. ``state`` and ``phys_state`` are words (``ACTIVE``,
     ``LinkUp``); ``rate_gbs`` is in GB/s, and sysfs gives Gb/s. ``counters`` are error counts since
@@ -54,12 +54,12 @@ class Port:
 
     @property
     def is_active(self) -> bool:
-        """Say whether data can flow: the subnet manager or the network interface brought it up."""
+        """Return whether data can flow: the subnet manager or the network interface is up."""
         return self.state == "ACTIVE"
 
 
 def is_full(port: Port, name: str) -> bool:
-    """Say whether the counter *name* of *port* stands where it counts no further."""
+    """Return whether the counter *name* of *port* is saturated."""
     return name in _FULL and port.counters.get(name) == _FULL[name]
 
 
@@ -71,10 +71,10 @@ class RdmaPorts:
 
 
 def read_fabric(root: Path = Path("/")) -> RdmaPorts:
-    """Return the ports; none where there is no RDMA driver."""
+    """Return the ports; none without an RDMA driver."""
     ports = []
     for device in entries_of(root / "sys/class/infiniband"):
-        # A virtual function is lent to a guest, whose business its ports are.
+        # A virtual function belongs to a guest, which monitors its ports.
         if not (device / "device/physfn").exists():
             ports += _ports(device)
     return RdmaPorts(tuple(ports))
@@ -104,8 +104,8 @@ def _ports(device: Path) -> list[Port]:
 
 def _word(path: Path) -> str | None:
     """Return ``"ACTIVE"`` of ``"4: ACTIVE"``."""
-    said = text_of(path)
-    return said.rpartition(": ")[2] if said else None
+    text = text_of(path)
+    return text.rpartition(": ")[2] if text else None
 
 
 def _rate_gbs(path: Path) -> float | None:

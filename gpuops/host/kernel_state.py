@@ -1,4 +1,4 @@
-"""What the kernel says of itself: taint, modules, swap; from ``/proc`` and ``/sys/module``."""
+"""State of the kernel: CPUs, taint, modules, swap; from ``/proc`` and ``/sys``."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from gpuops.model import UnknownReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """Logical processors ``online`` and ``present``; None: not told.
+    """Logical processors ``online`` and ``present``; None: not reported.
 
     ``governors``: how many frequency policies each governor has; none in a virtual machine.
-    ``clock_sources`` are all that this kernel could use.
+    ``clock_sources`` are all available ones.
     """
 
     online: int | None = None
@@ -27,7 +27,7 @@ class Cpu:
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
-    """Return what this machine tells about its processors."""
+    """Return the state of this machine's processors."""
     cpu = root / "sys/devices/system/cpu"
     clock = root / "sys/devices/system/clocksource/clocksource0"
     governors = (text_of(item / "scaling_governor") for item in entries_of(cpu / "cpufreq"))
@@ -41,7 +41,7 @@ def read_cpu(root: Path = Path("/")) -> Cpu:
 
 
 def count_cpus(text: str | None) -> int | None:
-    """Return how many processors the list ``"0-3,8,10-11"`` names, None where it is no list."""
+    """Return how many processors the list ``"0-3,8,10-11"`` has, None if it is no list."""
     count = 0
     for part in (text or "").split(","):
         first, dash, last = part.strip().partition("-")
@@ -60,7 +60,7 @@ class Taint:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """Which of the modules that were asked about are in the kernel, loaded or built in."""
+    """Which of the requested modules are in the kernel, loaded or built in."""
 
     present: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def read_taint(root: Path = Path("/")) -> Taint:
     """Return the kernel's taint.
 
     Raises:
-        ProbeError: The kernel does not tell.
+        ProbeError: The kernel does not report it.
     """
     mask = number_of(root / "proc/sys/kernel/tainted")
     if mask is None or mask < 0:
@@ -95,31 +95,31 @@ def read_taint(root: Path = Path("/")) -> Taint:
     return Taint(mask)
 
 
-def read_modules(root: Path, asked: tuple[str, ...]) -> Modules:
-    """Return which of the modules *asked* are there.
+def read_modules(root: Path, names: tuple[str, ...]) -> Modules:
+    """Return which of the modules *names* are present.
 
     Raises:
-        ProbeError: ``/sys/module`` is not there, so that nothing can be said.
+        ProbeError: There is no ``/sys/module``.
     """
     folder = root / "sys/module"
-    if asked and not folder.is_dir():
+    if names and not folder.is_dir():
         raise ProbeError(f"there is no {folder}", UnknownReason.NOT_SUPPORTED)
-    there = [name for name in asked if (folder / name.replace("-", "_")).is_dir()]
-    return Modules(tuple(there), tuple(name for name in asked if name not in there))
+    present = [name for name in names if (folder / name.replace("-", "_")).is_dir()]
+    return Modules(tuple(present), tuple(name for name in names if name not in present))
 
 
 def read_swap(root: Path = Path("/")) -> Swap:
-    """Return the swap areas; none where the kernel was built without swap.
+    """Return the swap areas; none if the kernel was built without swap.
 
     Raises:
-        ProbeError: ``/proc/swaps`` is there and cannot be read.
+        ProbeError: ``/proc/swaps`` exists and cannot be read.
     """
     path = root / "proc/swaps"
     return parse_swaps(read_text(path)) if path.exists() else Swap()
 
 
 def parse_swaps(text: str) -> Swap:
-    """Return the areas in ``/proc/swaps``; lines of another form are left out."""
+    """Return the areas in ``/proc/swaps``; malformed lines are ignored."""
     areas = []
     for line in text.splitlines()[1:]:
         fields = line.split()

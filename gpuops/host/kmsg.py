@@ -1,13 +1,12 @@
 """The kernel's log since boot, from ``/dev/kmsg`` or from journald.
 
 Under a fake root it is a plain file of such records. Times are microseconds of the kernel's own
-clock since boot: unlike ``dmesg -T`` they do not drift against each other. The log is read as it
-comes, in blocks: a storm of 170,000 lines must not hide the ten lines among them that matter.
+clock since boot: unlike ``dmesg -T`` they do not drift against each other. The entire log is read,
+in blocks: a storm of 170,000 lines must not hide the ten relevant lines among them.
 
-The kernel's log as journald keeps it, for those who may not read ``/dev/kmsg``.
-
-journald copies the kernel's records with their facility, so that what programs wrote into the
-kernel's log can be told from what the kernel wrote (systemd.journal-fields(7)).
+Users who may not read ``/dev/kmsg`` read the log from journald. It copies the kernel's records with
+their facility, which separates the kernel's lines from those that programs wrote into the kernel's
+log (systemd.journal-fields(7)).
 """
 
 import json
@@ -23,8 +22,8 @@ from gpuops.host.trust import reason_of
 from gpuops.model import UnknownReason
 
 RECORD_MAX = 16384
-# More than the largest log buffer of a kernel as distributions build it (32 MiB); a bound only
-# against a log that grows faster than it is read.
+# More than the largest log buffer of distribution kernels (32 MiB); only a bound against a log that
+# grows faster than it is read.
 BYTES_MAX = 256 * 2**20
 _BLOCK_BYTES = 2**18
 _PREFIX = re.compile(r"(\d{1,10}),(\d{1,20}),(\d{1,20}),[^;\n]{0,64};")
@@ -45,7 +44,7 @@ class KernelRecord:
 
 
 def kernel_records(root: Path = Path("/")) -> Iterator[KernelRecord]:
-    """Yield what the kernel itself wrote, the oldest first, at most `BYTES_MAX` bytes of it.
+    """Yield the kernel's own records, the oldest first, at most `BYTES_MAX` bytes.
 
     Raises:
         ProbeError: ``no_permission`` (``kernel.dmesg_restrict``), ``not_supported`` without a log.
@@ -57,9 +56,9 @@ def kernel_records(root: Path = Path("/")) -> Iterator[KernelRecord]:
 def parse_kmsg(text: str, *, rehearsals: bool = False) -> Iterator[KernelRecord]:
     """Yield the records in *text* that the kernel itself wrote.
 
-    Lines of another form are left out, as are the ``KEY=value`` lines that follow a record, and
-    records whose facility is not the kernel's: programs may write into this log too. With
-    *rehearsals* those of a program that name themselves a rehearsal are yielded as well.
+    Malformed lines are ignored, as are the ``KEY=value`` lines that follow a record, and records
+    of another facility than the kernel's: programs may write into this log too. With *rehearsals*
+    the marked records of `gpuops drill` are yielded as well.
     """
     for line in text.split("\n"):
         match = _PREFIX.match(line)
@@ -88,7 +87,7 @@ def _unescape(text: str) -> str:
 
 
 def read_kmsg(root: Path = Path("/")) -> Iterator[str]:
-    """Yield the log's text in blocks of whole lines; a line beyond `RECORD_MAX` may be cut.
+    """Yield the log's text in blocks of complete lines; one beyond `RECORD_MAX` may be truncated.
 
     Raises:
         ProbeError: See `kernel_records`.
@@ -120,18 +119,18 @@ def open_kmsg(root: Path = Path("/")) -> int:
 
 
 def _blocks(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Join *chunks* to blocks that end with a line's end."""
+    """Join *chunks* to blocks that end at the end of a line."""
     kept: list[bytes] = []
     size = 0
     for chunk in chunks:
         kept.append(chunk)
         size += len(chunk)
         if size >= _BLOCK_BYTES:
-            whole, newline, rest = b"".join(kept).rpartition(b"\n")
+            complete, newline, rest = b"".join(kept).rpartition(b"\n")
             if not newline:
-                # A single line of more than a block: its beginning is all that is looked at.
-                whole, rest = rest, b""
-            yield whole.decode("utf-8", errors="replace")
+                # A single line of more than a block: only its beginning is read.
+                complete, rest = rest, b""
+            yield complete.decode("utf-8", errors="replace")
             kept, size = [rest], len(rest)
     yield b"".join(kept).decode("utf-8", errors="replace")
 
@@ -144,7 +143,7 @@ def _chunks(fd: int, path: Path) -> Iterator[bytes]:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # The record was overwritten meanwhile; the next read goes on with the oldest.
+            # The record was overwritten meanwhile; the next read returns the oldest.
             continue
         except OSError as exc:
             raise ProbeError(f"cannot read {path}: {exc.strerror}", reason_of(exc)) from exc
@@ -165,24 +164,24 @@ _LEVELS = frozenset("01234567")
 def journal_records(root: Path, timeout_s: float) -> list[KernelRecord]:
     """Return the kernel's records of this boot that journald shows this user, the oldest first.
 
-    The newest are asked for first, so that a bound on the bytes costs the oldest. Their numbers
-    are not the kernel's: they begin at 1, because nobody says whether the log's start is there.
+    The newest are read first, so that the bound on the bytes drops the oldest. Their numbers are
+    not the kernel's: they begin at 1, because it is unknown whether the log's start is included.
 
     Raises:
-        ProbeError: ``missing_tool`` without journalctl, ``no_permission`` where it shows nothing,
+        ProbeError: ``missing_tool`` without journalctl, ``no_permission`` if it shows nothing,
             ``timeout``.
     """
     program = find(root, "journalctl")
     if program is None:
         raise ProbeError("there is no journalctl", UnknownReason.MISSING_TOOL)
     argv = (program, *_ARGUMENTS, f"--output-fields={_FIELDS}")
-    said = ask(argv, timeout_s, bytes_max=JOURNAL_BYTES_MAX)
-    if said.timed_out:
-        raise ProbeError(f"journalctl {said.ending}", UnknownReason.TIMEOUT)
-    records = list(parse_journal(said.output))
+    answer = ask(argv, timeout_s, bytes_max=JOURNAL_BYTES_MAX)
+    if answer.timed_out:
+        raise ProbeError(f"journalctl {answer.ending}", UnknownReason.TIMEOUT)
+    records = list(parse_journal(answer.output))
     if not records:
-        told = said.first_line() or "it shows no line of the kernel"
-        raise ProbeError(f"journalctl {said.ending}: {told}", UnknownReason.NO_PERMISSION)
+        message = answer.first_line() or "it shows no line of the kernel"
+        raise ProbeError(f"journalctl {answer.ending}: {message}", UnknownReason.NO_PERMISSION)
     return [
         KernelRecord(number, record.level, record.since_boot_us, record.text)
         for number, record in enumerate(reversed(records), start=1)
@@ -192,7 +191,7 @@ def journal_records(root: Path, timeout_s: float) -> list[KernelRecord]:
 def parse_journal(text: str) -> Iterator[KernelRecord]:
     """Yield the kernel's records in the JSON lines of *text*, in their order, numbered 0.
 
-    Lines of another form and records of another facility are left out.
+    Malformed lines and records of another facility are ignored.
     """
     for line in text.split("\n"):
         if 0 < len(line) <= _LINE_MAX:
@@ -220,7 +219,7 @@ def _is_number(value: object) -> bool:
 
 
 def _text(message: object) -> str | None:
-    """Return the message; journald writes one that is no text as a list of bytes."""
+    """Return the message; journald encodes one that is not valid text as a list of bytes."""
     if isinstance(message, str):
         return message
     if not isinstance(message, list):

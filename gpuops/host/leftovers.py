@@ -1,7 +1,7 @@
-"""Processes that nobody waits for: zombies, and those of users that belong to no job.
+"""Left-over processes: zombies, and those of users that belong to no job.
 
-From ``/proc`` (proc(5)). A process of a Slurm job is told by its cgroup, which slurmstepd names
-``…/job_ID/…`` (cgroup/v1 and v2 plug-ins).
+From ``/proc`` (proc(5)). A process of a Slurm job is recognised by its cgroup, which slurmstepd
+names ``…/job_ID/…`` (cgroup/v1 and v2 plug-ins).
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
 
-# login.defs: people have 1000 to 60000; above are nobody, containers' and systemd's dynamic ids.
+# login.defs: users have 1000 to 60000; above are nobody, containers' and systemd's dynamic ids.
 UID_MIN, UID_MAX = 1000, 60000
 LISTED_MAX = 100
 _IN_JOB = re.compile(r"/job_\d+(/|$)", re.MULTILINE)
@@ -20,7 +20,7 @@ _IN_JOB = re.compile(r"/job_\d+(/|$)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class UserProcess:
-    """One process of a person; ``age_s`` since its start."""
+    """One process of a user; ``age_s`` since its start."""
 
     pid: int
     name: str
@@ -30,9 +30,9 @@ class UserProcess:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Zombies, counted, and users' processes outside of jobs: the first of them and their number.
+    """The number of zombies, and users' processes outside of jobs: the first and their number.
 
-    ``hidden``: other users' processes cannot be seen (``hidepid`` of proc(5)).
+    ``hidden``: other users' processes are not visible (``hidepid`` of proc(5)).
     """
 
     zombies: int = 0
@@ -42,13 +42,13 @@ class Leftovers:
 
 
 def read_leftovers(root: Path = Path("/")) -> Leftovers:
-    """Return what was left behind; processes that end meanwhile are left out."""
+    """Return the left-over processes, without those that end meanwhile."""
     uptime_s = _uptime_s(root)
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     zombies, found = 0, []
     for folder in _folders(root / "proc"):
-        said = text_of(folder / "stat")
-        process = parse_stat(said) if said else None
+        text = text_of(folder / "stat")
+        process = parse_stat(text) if text else None
         if process is None:
             continue
         if process.state in "ZX":
@@ -71,7 +71,7 @@ def _folders(proc: Path) -> list[Path]:
 
 
 def _uid(folder: Path) -> int | None:
-    """Return the real user id, as ``status`` tells it: a fake root's files are all ours."""
+    """Return the real user id, from ``status``: a fake root's files all belong to us."""
     for line in (text_of(folder / "status") or "").splitlines():
         if line.startswith("Uid:"):
             fields = line.split()
@@ -91,5 +91,5 @@ def _uptime_s(root: Path) -> float:
 
 
 def _hidden(root: Path) -> bool:
-    # Process 1 is always there; who may not see it sees nobody else's.
+    # Process 1 always exists; if it is hidden, all other users' processes are.
     return not (root / "proc/1/stat").exists()

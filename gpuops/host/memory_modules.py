@@ -1,4 +1,4 @@
-"""Memory errors as the kernel counts them, and memory modules as the firmware has them.
+"""Memory errors as the kernel counts them, and memory modules as the firmware lists them.
 
 Documentation/admin-guide/RAS of Linux: ``ce_count`` corrected, ``ue_count`` uncorrected errors of
 one memory controller since its driver was loaded.
@@ -29,7 +29,7 @@ class MemoryController:
 
 @dataclass(frozen=True, slots=True)
 class Edac:
-    """The controllers; none: no driver of theirs is loaded (a virtual machine)."""
+    """The controllers; none: their driver is not loaded (as in a virtual machine)."""
 
     controllers: tuple[MemoryController, ...] = ()
 
@@ -66,14 +66,14 @@ def _dimms(controller: Path) -> Mapping[str, int]:
 
 _TYPE = 17
 _SIZE_AT, _LOCATOR_AT, _EXTENDED_AT = 0x0C, 0x10, 0x1C
-_NOT_TOLD, _EXTENDED, _IN_KIB = 0xFFFF, 0x7FFF, 0x8000
+_UNKNOWN, _EXTENDED, _IN_KIB = 0xFFFF, 0x7FFF, 0x8000
 _BYTES_MAX = 4096
 _KIB, _MIB = 2**10, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Dimm:
-    """One slot: where it is on the board, and the bytes in it; 0: empty, None: not told."""
+    """One slot: its position on the mainboard, and its bytes; 0: empty, None: not reported."""
 
     locator: str
     size_bytes: int | None
@@ -110,7 +110,7 @@ def read_dimms(root: Path = Path("/")) -> Dimms:
 
 
 def parse_memory_device(raw: bytes) -> Dimm | None:
-    """Return the slot that one SMBIOS structure describes, None where it is no such structure."""
+    """Return the slot that one SMBIOS structure describes, None if it is another structure."""
     if len(raw) < _LOCATOR_AT + 1 or raw[0] != _TYPE or not _LOCATOR_AT < raw[1] <= len(raw):
         return None
     (size,) = struct.unpack_from("<H", raw, _SIZE_AT)
@@ -118,7 +118,7 @@ def parse_memory_device(raw: bytes) -> Dimm | None:
 
 
 def _size_bytes(raw: bytes, size: int) -> int | None:
-    if size == _NOT_TOLD:
+    if size == _UNKNOWN:
         return None
     if size == _EXTENDED and raw[1] >= _EXTENDED_AT + 4:
         return (int.from_bytes(raw[_EXTENDED_AT : _EXTENDED_AT + 4], "little") & 0x7FFFFFFF) * _MIB
@@ -128,7 +128,7 @@ def _size_bytes(raw: bytes, size: int) -> int | None:
 
 
 def _string(raw: bytes, number: int) -> str:
-    """Return string *number* of those that follow the structure; they count from one."""
+    """Return string *number*, from 1, of those that follow the structure."""
     strings = raw[raw[1] :].split(b"\0")
     if not 0 < number <= len(strings):
         return ""

@@ -12,9 +12,9 @@ _MARGIN_S = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MungeTrip:
-    """What came of it. ``installed``: both programs are there. ``error``: the first that failed.
+    """The result. ``installed``: both programs exist. ``error``: of the first that failed.
 
-    ``decoding``: it was made and could not be read back. ``elapsed_s`` is of both together.
+    ``decoding``: the credential was made and could not be read. ``elapsed_s``: of both programs.
     """
 
     installed: bool
@@ -24,7 +24,7 @@ class MungeTrip:
 
 
 def read_munge(root: Path, budget_s: float) -> MungeTrip:
-    """Return what came of one round trip.
+    """Return the result of one round trip.
 
     Raises:
         ProbeError: munged gave no answer in time (``timeout``).

@@ -1,7 +1,7 @@
-"""What a node remembers of itself between two checks, in one small file below the state folder.
+"""The state of a node between two checks, in one small file below the state folder.
 
-It holds what judges need and the database must not be asked for: earlier counters, driver calls
-that gave no answer, repairs that somebody acknowledged.
+It holds what judges need without a query of the store: earlier counters, driver calls that gave no
+answer, acknowledged repairs.
 """
 
 import socket
@@ -14,12 +14,12 @@ from gpuops.model import Incident
 
 
 def node_name(env: Mapping[str, str]) -> str:
-    """Return the name Slurm has for this machine, else its short host name."""
+    """Return Slurm's name of this node, else the short host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0] or "localhost"
 
 
 def boot_id(root: Path = Path("/")) -> str:
-    """Return the kernel's id of this boot, or ``"unknown"`` where it has none to give."""
+    """Return the kernel's id of this boot, or ``"unknown"``."""
     try:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -27,9 +27,9 @@ def boot_id(root: Path = Path("/")) -> str:
 
 
 def since_boot_s(root: Path = Path("/")) -> float:
-    """Return the seconds since boot, of sleep as well, as CLOCK_BOOTTIME counts them.
+    """Return the seconds since boot, including sleep, by CLOCK_BOOTTIME.
 
-    Under a fake root they are what its ``proc/uptime`` says, where it has one.
+    Under a fake root they are those of its ``proc/uptime``, if it has one.
     """
     if root != Path("/"):
         try:
@@ -55,14 +55,14 @@ class CounterSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootMoment:
-    """A time of one boot; ``boot_id`` is "" where it could not be told."""
+    """A time of one boot; ``boot_id`` is "" if it is unknown."""
 
     boot_id: str
     since_boot_s: float
     t_us: int
 
     def age_s(self, sample: CounterSample) -> float:
-        """Return the seconds since *sample*: by the boot's clock if it is of this boot."""
+        """Return the seconds since *sample*: by the boot's clock if it is of the same boot."""
         if sample.boot_id == self.boot_id:
             return self.since_boot_s - sample.since_boot_s
         return (self.t_us - sample.t_us) / 1e6
@@ -80,7 +80,7 @@ class DriverHang:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """An acknowledged repair: what was before it no longer counts against its entity.
+    """An acknowledged repair: earlier failures no longer count against its entity.
 
     ``entity_kind`` ``node`` clears the node and everything in it.
     """
@@ -94,7 +94,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strikes:
-    """How often an entity failed of late, as the store last told this node."""
+    """How often an entity failed recently, by the last answer of the store."""
 
     entity_kind: str
     entity_id: str
@@ -105,7 +105,7 @@ class Strikes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident:
-    """An incident of this node as it was last told, and the checks that find it."""
+    """An incident of this node as last recorded, and the checks that find it."""
 
     incident: Incident
     checks: tuple[str, ...]
@@ -117,9 +117,9 @@ class NodeState:
 
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
-    ``strikes`` are what the store last told. ``incidents``: the open ones of this node, by what
-    each is about (`gpuops.incident.incidents.node.incident_key`). ``profile``: the name of the one
-    that the GPUs last spoke for.
+    ``strikes``: the last answer of the store. ``incidents``: the open ones of this node, by
+    `gpuops.incident.incidents.node.incident_key`. ``profile``: the name of the profile that the
+    GPUs last matched.
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -136,7 +136,7 @@ class NodeState:
 class CounterGrowth:
     """By how much a counter grew, over how many seconds.
 
-    ``reset``: it had fallen, so a reset lies between, and ``grown`` counts from zero.
+    ``reset``: it had decreased, so it was reset, and ``grown`` counts from zero.
     """
 
     grown: float
@@ -156,7 +156,7 @@ class CounterGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Earlier values of this node's counters, as seen from one moment."""
+    """Earlier values of this node's counters, relative to one moment."""
 
     boot_id: str = ""
     since_boot_s: float = 0.0
@@ -166,8 +166,8 @@ class Counters:
     def since(self, name: str, value: float, *, window_s: float = WINDOW_S) -> CounterGrowth | None:
         """Return how *name* grew to *value* since the oldest sample of this boot in the window.
 
-        For counters that a boot sets to zero. Where there is only an older one (the prolog of a
-        job of days), since that. None: this boot has no earlier sample of it.
+        For counters that a boot resets. If there is only an older sample (the prolog of a job of
+        several days), since that. None: this boot has no earlier sample of it.
         """
         found = self._of_this_boot(name)
         if not found:
@@ -178,7 +178,7 @@ class Counters:
     def lately(self, name: str, value: float) -> CounterGrowth | None:
         """Return the same since the newest sample that is an hour old, else since the oldest.
 
-        For rates per hour: over a day, an hour full of errors would look like a quiet one.
+        For rates per hour: an hour full of errors would be averaged out over a day.
         """
         found = self._of_this_boot(name)
         if not found:
@@ -200,7 +200,7 @@ class Counters:
     def lasting(
         self, name: str, value: float, *, window_s: float = WINDOW_S
     ) -> CounterGrowth | None:
-        """Return the same for a counter that outlives reboots, by the wall clock."""
+        """Return the same for a counter that survives reboots, by the wall clock."""
         for sample in self.samples:
             age_s = (self.t_us - sample.t_us) / 1e6
             if name in sample.values and 0 <= age_s <= window_s:

@@ -15,13 +15,13 @@ _MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _CPU = re.compile(r"^cpu\d+ ", re.MULTILINE)
 _BTIME = re.compile(r"^btime (\d+)$", re.MULTILINE)
 _CONFIRM_S = 0.2
-# TASK_COMM_LEN of linux/sched.h without the zero at the end: the kernel cuts longer names.
+# TASK_COMM_LEN of linux/sched.h without the final zero: the kernel truncates longer names.
 _NAME_MAX = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of memory: all, and what a new program could have without swapping."""
+    """Bytes of memory: total, and available to a new program without swapping."""
 
     total_bytes: int
     available_bytes: int
@@ -29,7 +29,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process; ``start_ticks`` tells it from a later one with the same pid."""
+    """One process; ``start_ticks`` distinguishes it from a later one with the same pid."""
 
     pid: int
     name: str
@@ -41,8 +41,7 @@ class Process:
 class Load:
     """Load averages over 1, 5 and 15 minutes, the CPUs, and processes stuck in the kernel.
 
-    ``blocked`` are those that were in state D at two looks 0.2 s apart: ordinary disk waits are
-    over by then.
+    ``blocked`` are those in state D in two samples 0.2 s apart: ordinary disk waits are shorter.
     """
 
     load1: float
@@ -53,7 +52,7 @@ class Load:
 
 
 def read_text(path: Path) -> str:
-    """Return what *path* holds.
+    """Return the content of *path*.
 
     Raises:
         ProbeError: It cannot be read; says why.
@@ -65,7 +64,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_meminfo(text: str) -> Memory:
-    """Return the memory that ``/proc/meminfo`` tells of.
+    """Return the memory in ``/proc/meminfo``.
 
     Raises:
         ProbeError: It has no ``MemTotal`` above zero or no ``MemAvailable`` (Linux before 3.14).
@@ -82,7 +81,7 @@ def read_memory(root: Path = Path("/")) -> Memory:
     """Return this machine's memory.
 
     Raises:
-        ProbeError: ``/proc/meminfo`` cannot be read or lacks what is wanted.
+        ProbeError: ``/proc/meminfo`` cannot be read or lacks a field.
     """
     return parse_meminfo(read_text(root / "proc/meminfo"))
 
@@ -101,7 +100,7 @@ def parse_loadavg(text: str) -> tuple[float, float, float]:
 
 
 def parse_stat(text: str) -> Process | None:
-    """Return the process of one ``/proc/PID/stat``, None for text of another form.
+    """Return the process of one ``/proc/PID/stat``, None for malformed text.
 
     The name may hold spaces and parentheses: it ends at the last one.
     """
@@ -114,16 +113,16 @@ def parse_stat(text: str) -> Process | None:
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Say whether one of *patterns* means the process *name*, which the kernel may have cut."""
-    cut = len(name) == _NAME_MAX
+    """Return whether one of *patterns* matches *name*, which the kernel may have truncated."""
+    truncated = len(name) == _NAME_MAX
     return any(
-        fnmatchcase(name, pattern) or (cut and fnmatchcase(name, pattern[:_NAME_MAX]))
+        fnmatchcase(name, pattern) or (truncated and fnmatchcase(name, pattern[:_NAME_MAX]))
         for pattern in patterns
     )
 
 
 def process(pid: int, root: Path = Path("/")) -> Process | None:
-    """Return the process *pid*, None where it is gone."""
+    """Return the process *pid*, None if it has ended."""
     try:
         text = (root / f"proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -132,7 +131,7 @@ def process(pid: int, root: Path = Path("/")) -> Process | None:
 
 
 def processes(root: Path = Path("/")) -> list[Process]:
-    """Return the processes there are; those that end meanwhile are left out."""
+    """Return all processes, without those that end meanwhile."""
     found = (process(pid, root) for pid in _numbers(root / "proc"))
     return [item for item in found if item is not None]
 
@@ -145,7 +144,7 @@ def _numbers(proc: Path) -> list[int]:
 
 
 def read_load(root: Path = Path("/"), *, confirm_s: float = _CONFIRM_S) -> Load:
-    """Return load and blocked processes; takes *confirm_s* where a process is in state D.
+    """Return load and blocked processes; takes *confirm_s* if a process is in state D.
 
     Raises:
         ProbeError: ``/proc/loadavg`` or ``/proc/stat`` cannot be read.
@@ -165,7 +164,7 @@ def _blocked(found: Sequence[Process]) -> list[Process]:
 
 
 def boot_us(root: Path = Path("/")) -> int | None:
-    """Return when this machine booted, in epoch µs (whole seconds), None where it is not said."""
+    """Return when this machine booted, in epoch µs (full seconds), None if it is unknown."""
     try:
         match = _BTIME.search(read_text(root / "proc/stat"))
     except ProbeError:

@@ -1,7 +1,7 @@
-"""Facts and parameters as frozen dataclasses: to JSON, and back with every type checked.
+"""Convert frozen dataclasses (facts, parameters) to JSON, and back with every type checked.
 
-Facts cross from a probe's child to its parent as JSON, never as pickles, and can be
-kept to replay a verdict. The same reader takes a check's parameters from TOML.
+Facts are passed from a probe's child to its parent as JSON, never as pickles, and can be stored to
+replay a verdict. The same reader parses a check's parameters from TOML.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def from_json(kind: type[T], data: object, where: str) -> T:
     Args:
         kind: A dataclass of scalars, ``X | None``, ``tuple[X, ...]``, ``frozenset[X]``,
             ``Mapping[str, X]`` and dataclasses.
-        data: What `to_json`, ``json`` or ``tomllib`` gave.
+        data: From `to_json`, ``json`` or ``tomllib``.
         where: Names the place in error messages.
 
     Raises:
@@ -84,7 +84,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by it
 
 def _scalar(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by its hint
     if hint in {int, float} and isinstance(data, int | float) and not isinstance(data, bool):
-        _refuse_odd(data, where)
+        _check_range(data, where)
         data = hint(data) if isinstance(data, int) else data
     if not isinstance(data, hint) or (isinstance(data, bool) and hint is not bool):
         if isinstance(data, str) and issubclass(hint, str):
@@ -93,8 +93,8 @@ def _scalar(hint: Any, data: Any, where: str) -> Any:  # noqa: ANN401 typed by i
     return data
 
 
-def _refuse_odd(data: float, where: str) -> None:
-    # NaN is above no limit and below none, so it would pass wherever it is judged.
+def _check_range(data: float, where: str) -> None:
+    # NaN compares false with every limit, so it would pass every check.
     if isinstance(data, float) and not math.isfinite(data):
         raise ValueError(f"{where} must be a finite number, got {data!r}")
     if isinstance(data, int) and abs(data) >= 2**64:

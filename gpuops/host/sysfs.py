@@ -11,9 +11,9 @@ _DISPLAY = 0x03
 class PciGpu:
     """One NVIDIA display controller.
 
-    ``answers`` is False where its configuration space reads as all ones, which is what the bus
-    returns when no device claims the read (PCI Express Base Specification, §2.3.2 completion
-    rules); None where it could not be read. ``driver`` is the bound kernel driver.
+    ``answers`` is False if its configuration space reads as all ones, which the bus returns when no
+    device claims the read (PCI Express Base Specification, §2.3.2 completion rules); None if it
+    could not be read. ``driver`` is the bound kernel driver.
     """
 
     address: str
@@ -22,7 +22,7 @@ class PciGpu:
 
 
 def read_pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
-    """Return the NVIDIA GPUs on the bus by address; none where there is no PCI bus."""
+    """Return the NVIDIA GPUs on the bus by address; none without a PCI bus."""
     devices = root / "sys/bus/pci/devices"
     try:
         found = sorted(devices.iterdir())
@@ -32,7 +32,7 @@ def read_pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
 
 
 def _is_gpu(device: Path) -> bool:
-    # sysfs keeps vendor and class from when the bus was scanned, so they outlive the device.
+    # sysfs keeps vendor and class from the bus scan, so they are readable for a lost device.
     return (
         _number(device / "vendor") == NVIDIA and (_number(device / "class") or 0) >> 16 == _DISPLAY
     )
@@ -75,7 +75,7 @@ def sysfs_address(nvml_bus_id: str) -> str:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """Return the version of the NVIDIA driver that is loaded, None where there is none."""
+    """Return the version of the loaded NVIDIA driver, None if there is none."""
     try:
         return (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, ValueError):

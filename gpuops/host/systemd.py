@@ -13,7 +13,7 @@ _MARGIN_S = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One unit as it was asked for; ``restarts`` by systemd itself, None: not told."""
+    """One unit by its requested name; ``restarts`` by systemd, None: not reported."""
 
     name: str
     load: str
@@ -25,53 +25,53 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units that were asked about; ``systemd`` is False where something else is process 1."""
+    """The requested units; ``systemd`` is False if another program is process 1."""
 
     systemd: bool
     units: tuple[Unit, ...] = ()
 
 
-def read_units(root: Path, budget_s: float, asked: tuple[str, ...]) -> Units:
-    """Return the state of the units *asked*.
+def read_units(root: Path, budget_s: float, names: tuple[str, ...]) -> Units:
+    """Return the state of the units *names*.
 
     Raises:
         ProbeError: ``systemctl`` is missing, gave no answer in time, or failed.
     """
-    # sd_booted(3): that folder is there where systemd is the system manager.
+    # sd_booted(3): that folder exists if systemd is the system manager.
     if not (root / "run/systemd/system").is_dir():
         return Units(systemd=False)
-    if not asked:
+    if not names:
         return Units(systemd=True)
     tool = find(root, "systemctl")
     if tool is None:
         raise ProbeError("systemctl is not installed", UnknownReason.MISSING_TOOL)
-    argv: list[Path | str] = [tool, "show", f"--property={','.join(_PROPERTIES)}", "--", *asked]
+    argv: list[Path | str] = [tool, "show", f"--property={','.join(_PROPERTIES)}", "--", *names]
     answer = ask(argv, max(budget_s - _MARGIN_S, 0.1))
     if answer.timed_out:
         raise ProbeError(f"systemctl {answer.ending}", UnknownReason.TIMEOUT)
     if answer.exit_code != 0:
         text = f"systemctl {answer.ending}: {answer.first_line()}"
         raise ProbeError(text, UnknownReason.NOT_SUPPORTED)
-    return Units(systemd=True, units=parse_show(answer.output, asked))
+    return Units(systemd=True, units=parse_show(answer.output, names))
 
 
-def parse_show(text: str, asked: tuple[str, ...]) -> tuple[Unit, ...]:
-    """Return the units of *asked* in the output of ``systemctl show``, a block for each."""
+def parse_show(text: str, names: tuple[str, ...]) -> tuple[Unit, ...]:
+    """Return the units of *names* in the output of ``systemctl show``, a block for each."""
     units = []
     for block in text.split("\n\n"):
-        said = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        names = {said.get("Id", ""), *said.get("Names", "").split()}
-        for name in asked:
-            if not names & {name, f"{name}.service"}:
+        values = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        aliases = {values.get("Id", ""), *values.get("Names", "").split()}
+        for name in names:
+            if not aliases & {name, f"{name}.service"}:
                 continue
-            restarts = said.get("NRestarts", "")
+            restarts = values.get("NRestarts", "")
             units.append(
                 Unit(
                     name=name,
-                    load=said.get("LoadState", ""),
-                    active=said.get("ActiveState", ""),
-                    sub=said.get("SubState", ""),
-                    result=said.get("Result", ""),
+                    load=values.get("LoadState", ""),
+                    active=values.get("ActiveState", ""),
+                    sub=values.get("SubState", ""),
+                    result=values.get("Result", ""),
                     restarts=int(restarts) if restarts.isdecimal() else None,
                 )
             )
@@ -80,7 +80,7 @@ def parse_show(text: str, asked: tuple[str, ...]) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeAnswer:
-    """What came of the command; all None where none is configured or it is not installed."""
+    """The result of the command; all None if none is configured or it is not installed."""
 
     command: tuple[str, ...] = ()
     found: bool = False
@@ -91,10 +91,10 @@ class RuntimeAnswer:
 
 
 def read_runtime(root: Path, budget_s: float, command: tuple[str, ...]) -> RuntimeAnswer:
-    """Return what came of *command*, its first word looked for below *root*.
+    """Return the result of *command*, whose first word is searched below *root*.
 
     Raises:
-        ProbeError: It is there and cannot be started.
+        ProbeError: It exists and cannot be started.
     """
     tool = find(root, command[0]) if command else None
     if tool is None:

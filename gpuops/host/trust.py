@@ -1,7 +1,7 @@
-"""Which files root may believe: those that nobody else can have written.
+"""Which files root may trust: those that no other user can have written.
 
-Whoever may write a folder may replace what is in it, so every folder on the way counts, and every
-link is followed here step by step as the kernel follows it.
+Who may write a folder may replace its content, so every folder on the path counts, and every link
+is followed step by step as the kernel follows it. Also helpers to read and write small files.
 """
 
 import errno
@@ -21,7 +21,7 @@ ENTRIES_MAX = 4096
 
 
 def text_of(path: Path) -> str | None:
-    """Return what *path* holds without the space around it, None where it cannot be read."""
+    """Return the stripped content of *path*, None if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(_BYTES_MAX).decode("utf-8", errors="replace").strip()
@@ -30,7 +30,7 @@ def text_of(path: Path) -> str | None:
 
 
 def number_of(path: Path, base: int = 10) -> int | None:
-    """Return the whole number that *path* holds, None where it cannot be read or is none."""
+    """Return the integer in *path*, None if it cannot be read or is none."""
     try:
         return int(text_of(path) or "", base)
     except ValueError:
@@ -38,7 +38,7 @@ def number_of(path: Path, base: int = 10) -> int | None:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Return what is in *folder* by name, at most `ENTRIES_MAX`; nothing where it is not there."""
+    """Return the entries of *folder* by name, at most `ENTRIES_MAX`; none if it is missing."""
     try:
         return sorted(folder.iterdir())[:ENTRIES_MAX]
     except OSError:
@@ -46,10 +46,10 @@ def entries_of(folder: Path) -> list[Path]:
 
 
 def atomic_write(path: Path, content: bytes, mode: int) -> None:
-    """Give *path* the *content* and the *mode* in one step; nothing is synced to the disk.
+    """Replace *path* atomically with *content* and *mode*; nothing is synced to the disk.
 
     Raises:
-        OSError: It cannot be written; what was there stays.
+        OSError: It cannot be written; the old file stays.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,10 +65,10 @@ def atomic_write(path: Path, content: bytes, mode: int) -> None:
 
 
 def why_not_ours(path: Path, *, private: bool) -> str | None:
-    """Make *path* if need be; return None where it is ours and writable, else what is wrong.
+    """Create *path* if missing; return None if it is ours and writable, else the problem.
 
-    *private*: made for nobody else's eyes, and refused where others may write into it. Links are
-    not followed.
+    *private*: created with mode 700, and refused if others may write into it. Links are not
+    followed.
     """
     try:
         path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def why_not_ours(path: Path, *, private: bool) -> str | None:
 
 
 def reason_of(error: OSError) -> UnknownReason:
-    """Return the reason for "unknown" that fits *error*."""
+    """Return the reason for "unknown" that matches *error*."""
     if error.errno in {errno.EACCES, errno.EPERM}:
         return UnknownReason.NO_PERMISSION
     if error.errno == errno.ENOENT:
@@ -97,16 +97,16 @@ def reason_of(error: OSError) -> UnknownReason:
     return UnknownReason.NOT_SUPPORTED
 
 
-# As path_resolution(7) has it.
+# As in path_resolution(7).
 _LINKS_MAX = 40
 _FOLDERS = ("suites", "rules", "profiles", "xid", "checks.d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFolders:
-    """Where the data of checks is read from; a later folder overrides an earlier one.
+    """The folders of the checks' data; a later one overrides an earlier one.
 
-    ``site_checks`` holds the site's executables and ``silences`` are files; the site alone has any.
+    ``site_checks`` has the site's executables and ``silences`` are files; only a site has them.
     """
 
     suites: tuple[Path, ...]
@@ -118,18 +118,18 @@ class CheckFolders:
 
 
 def check_folders(
-    site_dir: Path | None, *, uid: int, complain: ErrorHandler = raise_error
+    site_dir: Path | None, *, uid: int, on_error: ErrorHandler = raise_error
 ) -> CheckFolders:
-    """Return the shipped folders and those of the site, which *uid* may believe.
+    """Return the shipped folders and those of the site, if *uid* may trust them.
 
     Raises:
-        ConfigError: The site's folder is not there; or see `refuse_foreign`.
+        ConfigError: The site's folder is missing; or see `refuse_foreign`.
     """
     folders = [data_dir("checks")]
     silences: tuple[Path, ...] = ()
     if site_dir is not None:
         folders.append(site_dir)
-        silences = _vetted_site(site_dir, uid, complain)
+        silences = _vetted_site(site_dir, uid, on_error)
     return CheckFolders(
         suites=tuple(folder / "suites" for folder in folders),
         rules=tuple(folder / "rules" for folder in folders),
@@ -140,24 +140,24 @@ def check_folders(
     )
 
 
-def _vetted_site(site_dir: Path, uid: int, complain: ErrorHandler) -> tuple[Path, ...]:
-    """Return the site's silences, once everything in *site_dir* that is read may be believed."""
+def _vetted_site(site_dir: Path, uid: int, on_error: ErrorHandler) -> tuple[Path, ...]:
+    """Check all files in *site_dir* that are read; return the site's silences."""
     if not site_dir.is_dir():
-        complain(ConfigError(f"the site's folder {site_dir} (check.site_dir) is not there"))
+        on_error(ConfigError(f"the site's folder {site_dir} (check.site_dir) does not exist"))
     for folder in (site_dir, *(site_dir / name for name in _FOLDERS)):
-        refuse_foreign(folder, uid=uid, complain=complain)
+        refuse_foreign(folder, uid=uid, on_error=on_error)
     silences = site_dir / "silences.toml"
     return (silences,) if silences.exists() else ()
 
 
-def refuse_foreign(directory: Path, *, uid: int, complain: ErrorHandler = raise_error) -> None:
-    """Return quietly where root may believe *directory* and what is in it.
+def refuse_foreign(directory: Path, *, uid: int, on_error: ErrorHandler = raise_error) -> None:
+    """Check that root may trust *directory* and its content.
 
-    Only root (*uid* 0) is held to this: a user harms nobody by believing their own files.
+    Only for root (*uid* 0): a user's own files are no risk for others.
 
     Raises:
-        ConfigError: Names what somebody else owns or may write: the folder, a file in it, or a
-            folder or link on the way to one.
+        ConfigError: Names what another user owns or may write: the folder, a file in it, or a
+            folder or link on the path to one.
     """
     if uid != 0 or not directory.is_dir():
         return
@@ -165,11 +165,11 @@ def refuse_foreign(directory: Path, *, uid: int, complain: ErrorHandler = raise_
         try:
             _refuse(path)
         except ConfigError as exc:
-            complain(exc)
+            on_error(exc)
 
 
 def refuse_foreign_file(path: Path, *, uid: int) -> None:
-    """Return quietly where root may believe *path*; a folder like ``/tmp`` may be on the way.
+    """Check that root may trust *path*; a folder like ``/tmp`` may be on its path.
 
     Raises:
         ConfigError: See `refuse_foreign`.
@@ -179,15 +179,15 @@ def refuse_foreign_file(path: Path, *, uid: int) -> None:
 
 
 def _refuse(path: Path) -> None:
-    """Raise where *path*, or a folder or a link on the way to it, is not root's alone.
+    """Raise if *path*, or a folder or a link on the way to it, is writable by others than root.
 
-    In a sticky folder of root's others may write but not replace what is root's; where they could
-    add something that is read, as in *path* itself, it does not do.
+    In a sticky folder of root's others may write but not replace root's files; it is not allowed as
+    *path* itself, where others could add files that are read.
     """
     steps = list(_steps(path))
     for number, (step, status) in enumerate(steps):
-        on_the_way = number < len(steps) - 1
-        sticky = on_the_way and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        is_parent = number < len(steps) - 1
+        sticky = is_parent and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         closed = stat.S_ISLNK(status.st_mode) or sticky or not status.st_mode & 0o022
         if status.st_uid != 0 or not closed:
             what = "it" if step == path else step
@@ -198,7 +198,7 @@ def _refuse(path: Path) -> None:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield what opening *path* goes through, from ``/`` on; ends where something is not there."""
+    """Yield each component of *path*, from ``/`` on; ends at a missing one."""
     here, links = Path("/"), 0
     yield here, here.lstat()
     waiting = list(reversed(path.absolute().parts[1:]))
@@ -207,20 +207,20 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         waiting.pop()
         try:
             status = step.lstat()
-            leads_to = step.readlink() if stat.S_ISLNK(status.st_mode) else None
+            link_target = step.readlink() if stat.S_ISLNK(status.st_mode) else None
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as exc:
-            raise ConfigError(f"root cannot look at {step}: {exc.strerror}") from exc
+            raise ConfigError(f"root cannot read {step}: {exc.strerror}") from exc
         yield step, status
-        if leads_to is None:
+        if link_target is None:
             here = step
             continue
         links += 1
         if links > _LINKS_MAX:
             raise ConfigError(f"root does not read {path}: it is a loop of links at {step}")
-        here = Path("/") if leads_to.is_absolute() else here
-        waiting += reversed([part for part in leads_to.parts if part != "/"])
+        here = Path("/") if link_target.is_absolute() else here
+        waiting += reversed([part for part in link_target.parts if part != "/"])
 
 
 def current_uid() -> int:

@@ -1,9 +1,9 @@
-"""Xid and SXid lines of NVIDIA's driver: one line to its parts, many lines to a few.
+"""Parse and aggregate Xid and SXid lines of NVIDIA's driver.
 
-The lines differ by driver: ``pid='<unknown>'`` or none, a name, a channel, a MIG instance after
-the address, ``Fatal``/``Nonfatal`` with a link for NVLink 5, the recovery action of Xid 154. What
-programs can put into a line (their name) never stands before the code, so only a line's beginning
-is read for that.
+The lines differ by driver: ``pid='<unknown>'`` or none, a name, a channel, a MIG instance after the
+address, ``Fatal``/``Nonfatal`` with a link for NVLink 5, the recovery action of Xid 154. The text
+that programs control (their name) is always after the code, so the code is matched at the
+beginning.
 """
 
 import re
@@ -35,9 +35,9 @@ _LOADED = re.compile(r"NVRM: loading NVIDIA UNIX\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """One Xid. ``fatal``: what an NVLink 5 line says of itself; None where a line does not say.
+    """One Xid. ``fatal``: by an NVLink 5 line; None for other lines.
 
-    ``recovery``: the action that the driver wants from now on, as Xid 154 words it.
+    ``recovery``: the action that the driver requests, in the words of Xid 154.
     """
 
     address: str
@@ -79,7 +79,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """The newest Xid 154 of a GPU: what the driver wants, and since when (µs since boot)."""
+    """The newest Xid 154 of a GPU: the requested action, and its time (µs since boot)."""
 
     address: str
     action: str
@@ -88,10 +88,9 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverLog:
-    """What NVIDIA's driver logged. ``loaded_us``: when it was last loaded, µs since boot.
+    """The lines of NVIDIA's driver. ``loaded_us``: when it was last loaded, µs since boot.
 
-    ``more`` counts lines about further devices and codes than `KINDS_MAX`, of which nothing else
-    is kept.
+    ``more`` counts the lines of devices and codes beyond `KINDS_MAX`, which are not kept.
     """
 
     xids: tuple[Burst, ...] = ()
@@ -102,7 +101,7 @@ class DriverLog:
 
 
 def parse_xid(text: str) -> Xid | None:
-    """Return the Xid that *text* (one kernel record) tells of, None where it tells of none."""
+    """Return the Xid in *text* (one kernel record), None if there is none."""
     match = _XID.match(text)
     if match is None:
         return None
@@ -110,7 +109,7 @@ def parse_xid(text: str) -> Xid | None:
     process = _PROCESS.match(tail)
     severity = _SEVERITY.search(tail) if code in NVLINK5 else None
     link = _LINK.search(tail) if code in NVLINK5 else None
-    wanted = _RECOVERY.search(tail) if code == RECOVERY_ACTION else None
+    action = _RECOVERY.search(tail) if code == RECOVERY_ACTION else None
     pid = process and process[1]
     return Xid(
         address=pci_address(match[1]),
@@ -119,12 +118,12 @@ def parse_xid(text: str) -> Xid | None:
         name=process[2] if process else None,
         fatal=severity and severity[1] == "Fatal",
         link=int(link[1]) if link else None,
-        recovery=wanted and wanted[1],
+        recovery=action and action[1],
     )
 
 
 def parse_sxid(text: str) -> Sxid | None:
-    """Return the SXid that *text* tells of; None for its further lines (``Severity``, ``Data``)."""
+    """Return the SXid in *text*; None for its further lines (``Severity``, ``Data``)."""
     match = _SXID.match(text)
     if match is None:
         return None
@@ -165,10 +164,10 @@ class _Series:
     tallies: list[_Tally] = field(default_factory=list)
 
     def count(self, record: KernelRecord) -> bool:
-        """Count *record* in the burst of its minute; False where there is none yet."""
+        """Count *record* in the burst of its minute; False if there is none yet."""
         since_boot_us = record.since_boot_us
         minute = since_boot_us // US_PER_MINUTE
-        # Records of two CPUs may stand in the log a little out of order, so two are looked at.
+        # Records of two CPUs may be slightly out of order in the log, so two are compared.
         for tally in self.tallies[:-3:-1]:
             if tally.minute == minute:
                 tally.count += 1
@@ -214,14 +213,14 @@ class DriverLines:
         self.uuids: dict[str, str] = {}
         self._xids: dict[tuple[str, int, bool | None], _Series] = {}
         self._sxids: dict[tuple[str, int, bool | None], _Series] = {}
-        # By a line's beginning: what a storm repeats is taken apart once.
+        # By a line's beginning: repeated lines of a storm are parsed once.
         self._known: dict[str, _Series] = {}
         self._recovery: dict[str, Recovery] = {}
         self._loaded_us: int | None = None
         self._more = 0
 
     def add(self, record: KernelRecord) -> bool:
-        """Take *record*; say whether it is a line about an Xid or an SXid."""
+        """Add *record*; return whether it is a line about an Xid or an SXid."""
         text = record.text
         if text.startswith("NVRM: "):
             return self._add_xid(record) or self._add_remark(record)
@@ -230,7 +229,7 @@ class DriverLines:
         return False
 
     def log(self) -> DriverLog:
-        """Return what came together."""
+        """Return the collected lines."""
         return DriverLog(
             xids=tuple(burst for series in self._xids.values() for burst in series.bursts()),
             sxids=tuple(burst for series in self._sxids.values() for burst in series.bursts()),

@@ -1,11 +1,10 @@
 """Watch for Xids: ``python -m gpuops.host.xid_watch SOURCE [ROOT]``, and the lines that it writes.
 
-A process of its own, one for each source: NVML can hang, or crash whoever asks it, just when a GPU
-is sick, and the kernel's log must be read then. It ends when its standard input does.
+A separate process for each source: NVML can hang, or crash its caller, just when a GPU fails, and
+the kernel's log must be read then. It ends when its standard input closes.
 
-Its lines are JSON objects: ``{"gpus": [...]}`` once, when the watch has begun; ``{"xid": {...}}``
-for an Xid; ``{"over": WHY, "text": ...}`` last, where watching has ended by itself. Of a storm
-they are few.
+Its lines are JSON objects: ``{"gpus": [...]}`` once at the start; ``{"xid": {...}}`` for an Xid;
+``{"over": WHY, "text": ...}`` last, if watching ended by itself. Storms are aggregated.
 """
 
 import ctypes
@@ -30,10 +29,10 @@ from gpuops.host.sysfs import sysfs_address
 from gpuops.host.xid import KINDS_MAX, LINE_SHOWN_MAX, parse_xid
 from gpuops.model import UnknownReason
 
-AGAIN_S = 1.0
+REPEAT_S = 1.0
 LINE_BYTES_MAX = 64 * 1024
-LOST = 0  # in place of a code: NVML says that the GPU is lost, and no Xid was told
-# Between two looks at the kernel's log, and for one wait for NVML's events.
+LOST = 0  # in place of a code: by NVML the GPU is lost, without an Xid
+# Between two reads of the kernel's log, and for one wait for NVML's events.
 KERNEL_WAIT_S = 0.2
 NVML_WAIT_MS = 1000
 _LIBRARY_NOT_FOUND = 12
@@ -48,7 +47,7 @@ class XidSource(StrEnum):
 
 
 class XidSourceEnded(StrEnum):
-    """Why watching ended; all but ``error`` would be so again."""
+    """Why watching ended; all but ``error`` are permanent."""
 
     ABSENT = "absent"
     NO_PERMISSION = "no_permission"
@@ -57,10 +56,10 @@ class XidSourceEnded(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidEvent:
-    """Lines of one code about one GPU: the first, or ``count`` more of what was told before.
+    """Lines of one code about one GPU: the first, or ``count`` more of the same.
 
-    ``code`` is `LOST` where NVML said so without an Xid. ``fatal``, ``recovery``, ``process`` and
-    ``line`` are known from the kernel's log alone. ``mono_ns``, ``now_us``: when it was seen.
+    ``code`` is `LOST` if NVML reports it without an Xid. ``fatal``, ``recovery``, ``process`` and
+    ``line`` are known only from the kernel's log. ``mono_ns``, ``now_us``: when it was seen.
     """
 
     source: XidSource
@@ -88,7 +87,7 @@ class XidWatchMessage:
 
 
 def parse_message(line: bytes) -> XidWatchMessage | None:
-    """Return what *line* tells, None where it is no line of ours."""
+    """Return the message in *line*, None if it is malformed."""
     try:
         body = json.loads(line)
         if not isinstance(body, Mapping):
@@ -109,58 +108,58 @@ def parse_message(line: bytes) -> XidWatchMessage | None:
 
 
 class XidReporter:
-    """Writes the lines; what repeats within `AGAIN_S` is counted and told once."""
+    """Writes the lines; repetitions within `REPEAT_S` are counted and written once."""
 
     def __init__(self, write: Callable[[str], None], clock: Clock) -> None:
         self._write = write
         self._clock = clock
         self._known: set[tuple[object, ...]] = set()
-        # What was told before and came again: the newest of each kind, and how many.
+        # Repetitions: the newest event of each kind, and their number.
         self._waiting: dict[tuple[object, ...], tuple[XidEvent, int]] = {}
-        self._told_ns = clock.mono_ns()
+        self._flushed_ns = clock.mono_ns()
 
-    def begun(self, gpus: Sequence[GpuName]) -> None:
-        """Tell that *gpus* are being watched."""
-        self._say({"gpus": [to_json(gpu) for gpu in gpus]})
+    def started(self, gpus: Sequence[GpuName]) -> None:
+        """Write that *gpus* are being watched."""
+        self._write_json({"gpus": [to_json(gpu) for gpu in gpus]})
 
-    def over(self, why: XidSourceEnded, text: str) -> None:
-        """Tell that watching has ended, after all that waits."""
+    def ended(self, why: XidSourceEnded, text: str) -> None:
+        """Write that watching has ended, after all repetitions."""
         self._flush()
-        self._say({"over": why.value, "text": text[:LINE_SHOWN_MAX]})
+        self._write_json({"over": why.value, "text": text[:LINE_SHOWN_MAX]})
 
-    def tell(self, event: XidEvent) -> None:
-        """Tell of *event*, at once where it is the first of its kind."""
+    def report(self, event: XidEvent) -> None:
+        """Write *event*, at once if it is the first of its kind."""
         key = event.address or event.uuid, event.code, event.fatal, event.recovery
         if key in self._known:
             _, count = self._waiting.get(key, (event, 0))
             self._waiting[key] = event, count + event.count
         elif len(self._known) < KINDS_MAX:
             self._known.add(key)
-            self._say_xid(event)
-        self.tick()
+            self._write_xid(event)
+        self.flush_if_due()
 
-    def tick(self) -> None:
-        """Tell of what was repeated, once it is due."""
-        if self._waiting and self._clock.mono_ns() - self._told_ns >= AGAIN_S * 1e9:
+    def flush_if_due(self) -> None:
+        """Write the repetitions, at most once every `REPEAT_S`."""
+        if self._waiting and self._clock.mono_ns() - self._flushed_ns >= REPEAT_S * 1e9:
             self._flush()
 
     def _flush(self) -> None:
-        self._told_ns = self._clock.mono_ns()
+        self._flushed_ns = self._clock.mono_ns()
         for event, count in self._waiting.values():
-            self._say_xid(replace(event, count=count))
+            self._write_xid(replace(event, count=count))
         self._waiting.clear()
 
-    def _say_xid(self, event: XidEvent) -> None:
-        self._say({"xid": to_json(replace(event, line=event.line[:LINE_SHOWN_MAX]))})
+    def _write_xid(self, event: XidEvent) -> None:
+        self._write_json({"xid": to_json(replace(event, line=event.line[:LINE_SHOWN_MAX]))})
 
-    def _say(self, body: dict[str, Any]) -> None:
+    def _write_json(self, body: dict[str, Any]) -> None:
         self._write(json.dumps(body, separators=(",", ":")) + "\n")
 
 
 class XidLog:
-    """Reports Xids from the kernel's log, with the driver's words, to who may read it.
+    """Reports Xids from the kernel's log, with the driver's text; needs permission to read it.
 
-    Follows the kernel's log below *root* from its end as it is when this is made.
+    Follows the kernel's log below *root* from its current end.
 
     Raises:
         ProbeError: ``missing_tool`` without a GPU, ``no_permission``, ``not_supported``.
@@ -177,21 +176,21 @@ class XidLog:
         os.lseek(self._fd, 0, os.SEEK_END)
 
     def run(self) -> None:
-        """Tell of each Xid; does not return.
+        """Report each Xid; does not return.
 
         Raises:
             ProbeError: The log cannot be read any more.
         """
-        self.begun()
+        self.start()
         for _ in self.steps():
-            self._reporter.tick()
+            self._reporter.flush_if_due()
 
-    def begun(self) -> None:
-        """Tell which GPUs there are."""
-        self._reporter.begun(list(self._gpus.values()))
+    def start(self) -> None:
+        """Report the GPUs."""
+        self._reporter.started(list(self._gpus.values()))
 
     def steps(self) -> Iterator[None]:
-        """Tell of what came, yielding after each read and each wait."""
+        """Report new Xids, yielding after each read and each wait."""
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         while True:
@@ -210,7 +209,7 @@ class XidLog:
         os.close(self._fd)
 
     def _read(self) -> bytes | None:
-        """Return what there is: nothing at a plain file's end, None at the log's."""
+        """Return the next bytes: none at a plain file's end, None at the log's."""
         try:
             return os.read(self._fd, RECORD_MAX)
         except BlockingIOError:
@@ -222,16 +221,16 @@ class XidLog:
             raise ProbeError(text, UnknownReason.CRASH) from exc
 
     def _take(self, chunk: bytes) -> None:
-        whole, newline, rest = (self._rest + chunk).rpartition(b"\n")
+        complete, newline, rest = (self._rest + chunk).rpartition(b"\n")
         self._rest = rest[-RECORD_MAX:]
         if not newline:
             return
-        for record in parse_kmsg(whole.decode("utf-8", errors="replace"), rehearsals=True):
+        for record in parse_kmsg(complete.decode("utf-8", errors="replace"), rehearsals=True):
             xid = parse_xid(record.text)
             if xid is None:
                 continue
             gpu = self._gpus.get(xid.address)
-            self._reporter.tell(
+            self._reporter.report(
                 XidEvent(
                     source=XidSource.KERNEL,
                     code=xid.code,
@@ -253,7 +252,7 @@ class XidWatch:
 
     Waits for Xids of every GPU that NVML lists to this process; may hang, and may crash it.
 
-    GPUs are told apart by their handles: one that has fallen off the bus answers no question.
+    GPUs are identified by their handles: one that has fallen off the bus answers no call.
     """
 
     def __init__(self, nvml: Any, reporter: XidReporter, clock: Clock) -> None:  # noqa: ANN401 no types
@@ -263,13 +262,13 @@ class XidWatch:
         self._handles: dict[int | None, tuple[GpuName, Any]] = {}
 
     def run(self) -> None:
-        """Tell of each Xid; does not return.
+        """Report each Xid; does not return.
 
         Raises:
             ProbeError: There is nothing to wait for (``missing_tool``), or waiting failed.
         """
         for _ in self.steps():
-            self._reporter.tick()
+            self._reporter.flush_if_due()
 
     def steps(self) -> Iterator[None]:
         """Do as `run`, yielding after each wait."""
@@ -282,8 +281,8 @@ class XidWatch:
             reason = UnknownReason.MISSING_TOOL if absent else UnknownReason.CRASH
             raise ProbeError(f"NVML does not start: {exc}", reason) from exc
         if not self._handles:
-            raise ProbeError("NVML tells of no GPU's Xids", UnknownReason.MISSING_TOOL)
-        self._reporter.begun([gpu for gpu, _handle in self._handles.values()])
+            raise ProbeError("NVML reports no GPU's Xids", UnknownReason.MISSING_TOOL)
+        self._reporter.started([gpu for gpu, _handle in self._handles.values()])
         while True:
             self._wait(events)
             yield
@@ -301,7 +300,7 @@ class XidWatch:
                 )
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
             except (nvml.NVMLError, ValueError):
-                continue  # lost already, or without events: the gate judges such a GPU
+                continue  # already lost, or without events: the health gate checks such a GPU
             self._handles[_number(handle)] = gpu, handle
         return events
 
@@ -313,23 +312,23 @@ class XidWatch:
             if exc.value == nvml.NVML_ERROR_TIMEOUT:
                 return
             if exc.value == GPU_IS_LOST:
-                self._tell_lost()
+                self._report_lost()
             raise ProbeError(f"waiting for Xids: {exc}", UnknownReason.CRASH) from exc
         known = self._handles.get(_number(event.device))
-        self._tell(None if known is None else known[0], int(event.eventData))
+        self._report(None if known is None else known[0], int(event.eventData))
 
-    def _tell_lost(self) -> None:
-        """Find the GPU that is lost by asking each; NVML does not say which it is."""
+    def _report_lost(self) -> None:
+        """Find the lost GPU by a call to each; NVML does not say which it is."""
         for gpu, handle in self._handles.values():
             try:
                 self._nvml.nvmlDeviceGetPciInfo(handle)
                 self._nvml.nvmlDeviceGetMemoryInfo(handle)
             except self._nvml.NVMLError as exc:
                 if exc.value == GPU_IS_LOST:
-                    self._tell(gpu, LOST)
+                    self._report(gpu, LOST)
 
-    def _tell(self, gpu: GpuName | None, code: int) -> None:
-        self._reporter.tell(
+    def _report(self, gpu: GpuName | None, code: int) -> None:
+        self._reporter.report(
             XidEvent(
                 source=XidSource.NVML,
                 code=code,
@@ -343,7 +342,7 @@ class XidWatch:
 
 
 def _number(handle: Any) -> int | None:  # noqa: ANN401 as above
-    """Return the address that a handle is; NVML gives a device one and keeps it."""
+    """Return the address of a handle, which is constant for a device."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -355,7 +354,7 @@ _WHY = {
 
 
 def main(arguments: list[str]) -> int:
-    """Watch until the parent ends; return 3 where there is nothing to watch, 1 after an error."""
+    """Watch until the parent ends; return 3 if there is nothing to watch, 1 after an error."""
     if not 1 <= len(arguments) <= 2 or arguments[0] not in set(XidSource):
         sys.stderr.write("python -m gpuops.host.xid_watch nvml|kernel [ROOT]\n")
         return EXIT_USAGE
@@ -366,7 +365,7 @@ def main(arguments: list[str]) -> int:
         _watch(source, root, reporter)
     except ProbeError as exc:
         why = _WHY.get(exc.reason, XidSourceEnded.ERROR)
-        reporter.over(why, str(exc))
+        reporter.ended(why, str(exc))
         return EXIT_FAIL if why is XidSourceEnded.ERROR else EXIT_UNKNOWN
     return EXIT_OK
 

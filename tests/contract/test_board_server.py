@@ -99,7 +99,7 @@ class Stranger:
         """Prove the token; return the tags of our frames."""
         shake = self.greet(client)
         self.say(shake.proof("client"))
-        assert self.hear()[0] == proof.ProofWelcome.COME_IN
+        assert self.hear()[0] == proof.ProofWelcome.ACCEPTED
         return shake.channel("client")
 
     def was_cut_off(self):
@@ -490,7 +490,7 @@ def test_a_server_that_does_not_know_the_token_is_not_believed():
                 body = wire.ControlChallenge(proof.nonce(), bytes(16)).to_bytes()
                 line.sendall(frames.framed(body))
                 line.recv(1000)
-                body = proof.welcome(proof.ProofWelcome.COME_IN, bytes(32))
+                body = proof.welcome(proof.ProofWelcome.ACCEPTED, bytes(32))
                 line.sendall(frames.framed(body))
                 assert SECRET not in line.recv(1000)
 
@@ -516,7 +516,7 @@ def test_the_answer_to_another_request_is_not_taken():
                 line.sendall(frames.framed(challenge))
                 line.recv(1000)
                 shake = proof.JobHandshake(key, hello + challenge)
-                word = proof.welcome(proof.ProofWelcome.COME_IN, shake.proof("server"))
+                word = proof.welcome(proof.ProofWelcome.ACCEPTED, shake.proof("server"))
                 line.sendall(frames.framed(word))
                 asked = wire.ControlRequest.from_bytes(line.recv(1000)[4 + proof.TAG_BYTES :])
                 held = wire.pack_entry(Entry(b"wrong" if offset else b"right", 1, 1))

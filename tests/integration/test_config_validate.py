@@ -81,9 +81,9 @@ def test_what_is_only_doubtful_is_said_and_is_no_mistake(site):
 
     assert run.returncode == 0
     long, forgotten = run.stderr.splitlines()
-    assert long.startswith("doubtful: silence 1 of ")
+    assert long.startswith("warning: silence 1 of ")
     assert long.endswith("by ann) lasts until 2099-01-02T00:00Z, more than 90 days")
-    assert forgotten.startswith(f"doubtful: {site.path}/checks.d/forgotten is run by no suite")
+    assert forgotten.startswith(f"warning: no suite runs {site.path}/checks.d/forgotten")
 
 
 def test_every_mistake_of_every_file_is_said_in_one_line_each(site):
@@ -156,7 +156,7 @@ def test_a_configuration_that_cannot_be_read_is_one_mistake_of_many(site):
 def test_a_sites_folder_and_a_suite_that_are_not_there_are_mistakes(site):
     told = site.mistakes({"GPUOPS_SITE_DIR": "/no/such/site", "GPUOPS_SUITE": "ownn"})
 
-    assert told[0] == "the site's folder /no/such/site (check.site_dir) is not there"
+    assert told[0] == "the site's folder /no/such/site (check.site_dir) does not exist"
     assert told[1].startswith("check.suite: there is no suite 'ownn'")
 
 

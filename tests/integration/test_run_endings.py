@@ -10,7 +10,7 @@ import pytest
 from support.runs import JOBS, Run, is_alive, wait_until
 
 from gpuops.agent.launch.launch import CANCEL_GRACE_S
-from gpuops.host.process.inspect import look_at
+from gpuops.host.process.inspect import read_details
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 PLAIN = JOBS / "plain.py"
@@ -96,7 +96,7 @@ def test_a_preemption_while_torch_is_imported_asks_for_a_requeue(tmp_path, numbe
     with Run(tmp_path, PLAIN, "sleep") as run:
 
         def is_listening():
-            look = look_at(run.process.pid)
+            look = read_details(run.process.pid)
             return look is not None and number in look.caught
 
         wait_until(is_listening, what="its handler")

@@ -130,7 +130,7 @@ def test_with_another_token_the_files_are_shown_and_it_is_said(call, board, tmp_
     body = json.loads(out)
 
     assert (code, body["source"], body["phase"]) == (0, "file", "running")
-    assert "the board does not answer" in body["notes"][0]
+    assert "the control store does not answer" in body["notes"][0]
     assert board["run_key"] in json.dumps(run_state(agent_state(board=board)))
 
 
@@ -141,7 +141,7 @@ def test_a_board_that_holds_another_run_is_not_believed(call, board, tmp_path):
     body = json.loads(call("--json")[1])
 
     assert body["source"] == "file"
-    assert body["notes"][0] == "the board holds another run by now"
+    assert body["notes"][0] == "the control store is used by another run now"
 
 
 def test_on_its_own_node_a_private_run_is_asked_over_http(call, tmp_path):
@@ -168,7 +168,7 @@ def test_an_agent_that_does_not_answer_leaves_the_files(call, tmp_path):
 
     assert code == 0
     assert "phase       running, generation 1" in out
-    assert "note        as the run's folder has it, which may be old" in out
+    assert "note        from the run's folder, which may be out of date" in out
 
 
 def test_without_a_folder_the_store_is_read(call, tmp_path):
@@ -181,7 +181,7 @@ def test_without_a_folder_the_store_is_read(call, tmp_path):
     body = json.loads(call("abcd1234", "--json")[1])
 
     assert (body["source"], body["phase"]) == ("store", "completed")
-    assert body["notes"][0] == "as the store has it, which may be old"
+    assert body["notes"][0] == "from the store, which may be out of date"
 
 
 @pytest.mark.parametrize(

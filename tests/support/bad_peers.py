@@ -70,7 +70,7 @@ def impostor(_server, sock):
     challenge = wire.TransferChallenge(bytes(32)).to_bytes()
     sock.sendall(framed(challenge))
     sock.recv(1 << 12)
-    welcome = proof.welcome(proof.ProofWelcome.COME_IN, bytes(32))
+    welcome = proof.welcome(proof.ProofWelcome.ACCEPTED, bytes(32))
     sock.sendall(framed(welcome))
     sock.recv(1 << 12)
 

@@ -63,7 +63,7 @@ class Agent(asyncio.Protocol):
 
     def on_welcome(self, body):
         code, theirs = proof.read_welcome(body)
-        assert code is proof.ProofWelcome.COME_IN
+        assert code is proof.ProofWelcome.ACCEPTED
         assert proof.same(theirs, self.shake.proof("server"))
         self.ours, self.theirs = self.shake.channel("client"), self.shake.channel("server")
         self.entered.set_result(None)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 
 from gpuops.agent.launch.preconditions import AGENT_PID
 from gpuops.host.clock import Clock
-from gpuops.host.process.inspect import KillOutcome, kill_env_tagged, left_of
+from gpuops.host.process.inspect import KillOutcome, kill_env_tagged, kill_outcome
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known 
     grace_s: float,
     is_urgent: Callable[[], bool] = lambda: False,
     at_once: Collection[int] = (),
-    poll: Callable[[int], KillOutcome] = left_of,
+    poll: Callable[[int], KillOutcome] = kill_outcome,
 ) -> Teardown:
     """Signal every worker still there, kill those left after *grace_s*; bounded in time.
 

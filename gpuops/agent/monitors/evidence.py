@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpuops.host.process.inspect import ProcessLook, look_at
+from gpuops.host.process.inspect import ProcessDetails, read_details
 from gpuops.host.process.pyspy import dump, find_pyspy
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class WorkerSample:
     """One sample of a worker; None for what could not be read."""
 
     at_s: float
-    process: ProcessLook | None
+    process: ProcessDetails | None
     dumped: Stacks | None = None
     spied: Stacks | None = None
 
@@ -171,9 +171,9 @@ class SystemEvidenceReader:
     def __init__(self, search_path: str | None, beside: Path | None = None) -> None:
         self._pyspy = find_pyspy(search_path, beside)
 
-    def inspect(self, pid: int) -> ProcessLook | None:
+    def inspect(self, pid: int) -> ProcessDetails | None:
         """Return the state of process *pid*, None where it is gone."""
-        return look_at(pid)
+        return read_details(pid)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
         """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
@@ -307,7 +307,7 @@ class EvidenceCollector:
         return None if prefix is None else f"{prefix}{rank}"
 
 
-def _handled_signals(process: ProcessLook | None) -> frozenset[int]:
+def _handled_signals(process: ProcessDetails | None) -> frozenset[int]:
     return process.caught if process is not None else frozenset()
 
 

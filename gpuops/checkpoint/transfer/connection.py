@@ -28,7 +28,7 @@ from gpuops.checkpoint.transfer.wire import (
 from gpuops.checkpoint.types import CHUNK_BYTES
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
-from gpuops.host.net.frames import WireError, set_lasting
+from gpuops.host.net.frames import WireError, configure_socket
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
 # Of image bytes: at most this many between two checks of the time, the pace and the hash.
@@ -104,7 +104,7 @@ class TransferConnection:
         sock.settimeout(None)
         self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_s(_SEND_RECHECK_S))
-        set_lasting(sock)
+        configure_socket(sock)
 
     def abort(self) -> None:
         """Close it from another thread: a thread that waits on it gets an OSError at once."""
@@ -136,7 +136,7 @@ class TransferConnection:
         self._send_short(handshake.proof("client"), deadline_s)
         code, server_proof = _parse_opening(proof.read_welcome, self._receive_opening(deadline_s))
         self._raise_rejected(code)
-        if code is not ProofWelcome.COME_IN or not proof.same(
+        if code is not ProofWelcome.ACCEPTED or not proof.same(
             server_proof, handshake.proof("server")
         ):
             raise UnauthenticatedError("it does not know the job's token")
@@ -156,7 +156,9 @@ class TransferConnection:
         if not proof.same(self._receive_opening(deadline_s), handshake.proof("client")):
             self.reject(ProofWelcome.WRONG_TOKEN)
             raise UnauthenticatedError("it does not know the job's token")
-        self._send_short(proof.welcome(ProofWelcome.COME_IN, handshake.proof("server")), deadline_s)
+        self._send_short(
+            proof.welcome(ProofWelcome.ACCEPTED, handshake.proof("server")), deadline_s
+        )
         self._out, self._in = handshake.channel("server"), handshake.channel("client")
 
     def reject(self, code: ProofWelcome) -> None:

@@ -1,4 +1,4 @@
-"""Which store and which state a command of ``gpuops ckpt`` is about."""
+"""The checkpoint store and the state that a command of ``gpuops ckpt`` selects."""
 
 import contextlib
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # needs an extra that this command line may do without
     from gpuops.checkpoint.storage.api import CheckpointStore, DamagedState, StoredState, StoreScan
 
 SETTING = "checkpoint.directory"
-FIRST_ANSWER_TIMEOUT_S = 8.0  # a person waits for it
+FIRST_ANSWER_TIMEOUT_S = 8.0  # the command is interactive
 NEWEST_WORDS = {"newest", "latest", "last"}
 _EXTRA = {"blake3", "xxhash", "torch", "numpy", "safetensors", "fsspec"}
 _NAME = re.compile(r"step-(\d{12})\.e(\d{5})", re.ASCII)
@@ -29,10 +29,10 @@ address_option = click.option("--dir", "address", metavar="DIR|URL", help=_ADDRE
 
 @contextlib.contextmanager
 def needs_extra(command: str) -> Iterator[None]:
-    """Name the extra to install where *command* lacks a package of it.
+    """Name the extra to install if *command* lacks a package of it.
 
     Raises:
-        UsageError: It lacks one.
+        UsageError: A package is missing.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def needs_extra(command: str) -> Iterator[None]:
 
 
 def address_of(ctx: click.Context, address: str | None) -> str:
-    """Return where the states are: what was typed, else what is configured.
+    """Return the location of the states: that of the command line, else the configured one.
 
     Raises:
         UsageError: Neither.
@@ -64,29 +64,29 @@ def address_of(ctx: click.Context, address: str | None) -> str:
 
 @contextlib.contextmanager
 def open_states(ctx: click.Context, address: str | None) -> "Iterator[CheckpointStore]":
-    """Yield the store that is meant.
+    """Yield the store at *address* or the configured one.
 
     Raises:
-        UsageError: None is named.
+        UsageError: There is none.
         CheckpointError: It cannot be opened.
     """
     location = address_of(ctx, address)
     path = Path(location.removeprefix("file://"))
     if "://" not in str(path) and path.is_file():
-        raise UsageError(f"{printable(str(path))} is a file: a directory of states is wanted")
+        raise UsageError(f"{printable(str(path))} is a file: expected a directory of states")
     from gpuops.checkpoint.storage.address import open_store
 
     yield open_store(location, first_response_timeout_s=FIRST_ANSWER_TIMEOUT_S)
 
 
 def find_state(store: "CheckpointStore", name: str) -> "StoredState":
-    """Return the state that *name* means: ``newest``, a step, or the name of its directory.
+    """Return the state *name*: ``newest``, a step, or the name of its directory.
 
-    A step that was made more than once means the newest one.
+    Of several states of one step it is the newest.
 
     Raises:
-        UsageError: There is none; says which there are.
-        CheckpointError: The store cannot be listed, or that very state is damaged.
+        UsageError: There is none; lists the newest ones.
+        CheckpointError: The store cannot be listed, or that state is damaged.
     """
     survey = store.scan()
     if name in NEWEST_WORDS:
@@ -112,7 +112,7 @@ def find_state(store: "CheckpointStore", name: str) -> "StoredState":
 
 
 def missing_reason(store: "CheckpointStore") -> str:
-    """Return why *store* can have no states, as far as its address shows; "" else."""
+    """Return why *store* has no states, if its directory is missing; "" else."""
     is_missing = "://" not in store.address and not Path(store.address).is_dir()
     return ": there is no such directory" if is_missing else ""
 
@@ -123,9 +123,9 @@ def _dir_hint(name: str) -> str:
 
 
 def find_damaged(survey: "StoreScan", name: str) -> "list[DamagedState]":
-    """Return the damaged states that *name* could mean; for ``newest`` those newer than any other.
+    """Return the damaged states that match *name*; for ``newest`` those newer than any other.
 
-    A step that a readable state has as well means that one.
+    A step that a readable state has as well matches only that one.
     """
     newest = max((stored.state for stored in survey.states), default=None)
     found = []
@@ -141,10 +141,10 @@ def find_damaged(survey: "StoreScan", name: str) -> "list[DamagedState]":
 
 
 def _warn_skipped(survey: "StoreScan") -> None:
-    """Warn on standard error of newer states than the selected one that cannot be read."""
+    """Warn on standard error about unreadable states newer than the selected one."""
     for item in find_damaged(survey, "newest"):
         click.echo(
-            f"gpuops: {printable(item.name)} {item.condition}, the newest before it is used: "
+            f"gpuops: {printable(item.name)} {item.condition}, using the newest state before it: "
             f"{printable(item.why)}",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""``gpuops ckpt bench``: what saving and restoring costs, next to the limits of memory and disk."""
+"""``gpuops ckpt bench``: the cost of saving and restoring, compared with memory and disk."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from gpuops.units import format_bytes, parse_seconds
 from gpuops.worker.bench.savers import ROWS, SCHEMA, BenchPlan
 
 _MS = 1e3
-WIDTH_MIN = 150  # of the widest table: a terminal that wraps is better than cut names
+WIDTH_MIN = 150  # of the widest table: wrapped lines are better than truncated names
 _SAVES = {
     "stall_s": "stall",
     "extra_s": "step longer by",
@@ -30,14 +30,14 @@ _SAVES = {
 
 
 def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
-    """Print all tables; milliseconds, medians, and the cold first one in brackets."""
+    """Print all tables; medians in milliseconds, with the cold first round in brackets."""
     console = console or Console()
     if console.width < WIDTH_MIN:
         console = Console(width=WIDTH_MIN)
     plan = body["plan"]
     console.print(
-        f"torch {body['torch']}, one thread; medians of {plan['rounds']} rounds in turns, "
-        "milliseconds; (cold): the first, which does not count"
+        f"torch {body['torch']}, one thread; medians of {plan['rounds']} interleaved rounds, "
+        "milliseconds; (cold): the first round, not counted"
     )
     for name in ("save", "small"):
         if name in body:
@@ -78,8 +78,8 @@ def _recovery(part: dict[str, Any], nbytes: int) -> Table:
     title = f"{format_bytes(nbytes)} of a worker that has ended, into a live process"
     caption = (
         "gpuops verifies and copies with all cores of the rank, the others copy with one thread; "
-        "out of another process's memory is what any restore must do whose state outlived its "
-        "worker: the kernel maps each page"
+        "reading another process' memory is the minimum for a state that outlived its worker: "
+        "the kernel maps each page"
     )
     table = Table("restore", title=title, title_justify="left", caption=caption)
     table.add_column("milliseconds", justify="right")
@@ -89,9 +89,9 @@ def _recovery(part: dict[str, Any], nbytes: int) -> Table:
 
 
 def _goals(rows: list[dict[str, Any]]) -> Table:
-    table = Table("goal", "beside", title="against the limits", title_justify="left")
+    table = Table("goal", "compared with", title="against the limits", title_justify="left")
     table.add_column("measured", justify="right")
-    table.add_column("wanted")
+    table.add_column("goal")
     table.add_column("met")
     for row in rows:
         value = "-" if row["value"] is None else f"{row['value']:.3g}"
@@ -140,7 +140,7 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     type=click.IntRange(1, 1000),
     default=7,
     show_default=True,
-    help="Of each way, one after the other in turns; a cold one comes before.",
+    help="Of each way, interleaved; a cold one comes before.",
 )
 @click.option(
     "--step",
@@ -148,7 +148,7 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     default="10ms",
     show_default=True,
     callback=_parse_step_time,
-    help="Of the training next to it; thirty such steps come before each save.",
+    help="Of the concurrent training; thirty such steps come before each save.",
 )
 @click.option(
     "--kills",
@@ -199,7 +199,7 @@ def bench(
     directory: Path,
     as_json: bool,
 ) -> None:
-    """Measure saving and restoring on this machine, next to the limits of its memory and disk.
+    """Measure saving and restoring on this machine, compared with its memory and disk.
 
     Needs about six times --size of memory, and twice --size of disk, and takes minutes;
     nothing else should run at the same time.
@@ -229,7 +229,7 @@ def bench(
 
 
 def _progress_printer() -> Callable[[str], None]:
-    """Return what shows how far it is: one line on a terminal, nothing in a pipe."""
+    """Return a function that shows the progress: one line on a terminal, nothing in a pipe."""
     is_terminal = sys.stderr.isatty()
 
     def show(text: str) -> None:

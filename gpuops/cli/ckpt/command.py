@@ -32,7 +32,7 @@ _LAZY_COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """A group some of whose commands are imported when they are called."""
+    """A group with commands that are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         there = [name for name, (target, _) in _LAZY_COMMANDS.items() if _is_installed(target)]
@@ -67,7 +67,7 @@ def _is_installed(target: str) -> bool:
 def ckpt() -> None:
     """List, verify, keep, remove and convert checkpoints.
 
-    A job's states lie where `gpuops run --ckpt-dir` or Checkpointer(directory=) had them persist.
+    A job's states are where `gpuops run --ckpt-dir` or Checkpointer(directory=) persisted them.
     Name that directory or URL with --dir, GPUOPS_CKPT_DIR, or checkpoint.directory in the
     configuration; `ls` also takes it without --dir.
     """
@@ -79,7 +79,7 @@ def ckpt() -> None:
     epilog="Example: gpuops ckpt ls /scratch/ck1 --json",
 )
 @address_argument
-@click.option("--dir", "named", metavar="DIR|URL", help="The same, as the other commands have it.")
+@click.option("--dir", "named", metavar="DIR|URL", help="The same, as in the other commands.")
 @json_option
 @click.pass_context
 def ls_command(
@@ -88,11 +88,11 @@ def ls_command(
     """List the states in DIR, the newest first; DIR may be a URL such as s3://bucket/run.
 
     The epoch, the `e00001` of a name, counts how often the job's workers were started on this
-    directory (it has nothing to do with passes over data): after a restart from step 8, a step 10
-    that is made again is newer than the step 10 from before.
+    directory (not passes over data): after a restart from step 8, a step 10 that is made again is
+    newer than the step 10 from before.
     """
     if address and named:
-        raise UsageError("DIR and --dir say the same: leave one of them out")
+        raise UsageError("DIR and --dir are the same option: give one of them")
     with needs_extra("gpuops ckpt ls"), open_states(ctx, address or named) as store:
         from gpuops.cli.ckpt.view import listing_json, listing_text
 
@@ -106,7 +106,7 @@ def ls_command(
 
 @ckpt.command(
     "show",
-    short_help="Show what a state is of: shards, tensors, how they are cut.",
+    short_help="Show the content of a state: shards, tensors, sharding.",
     epilog="Example: gpuops ckpt show newest --dir /scratch/ck1",
 )
 @click.argument("state", metavar="[STATE]", default="newest")
@@ -119,10 +119,10 @@ def ls_command(
 def show_command(
     ctx: click.Context, state: str, address: str | None, *, all_tensors: bool, as_json: bool
 ) -> None:
-    """Show what STATE is of: shards, digests, tensors, how they are cut, what wrote it.
+    """Show the content of STATE: shards, digests, tensors, sharding, what wrote it.
 
-    And, of a script that saves with every="auto", the interval that was chosen, by which measured
-    times, and by which rate of failures.
+    For a script that saves with every="auto", also the chosen interval, with the measured times
+    and the failure rate that it follows from.
 
     STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
     """
@@ -151,7 +151,7 @@ def show_command(
 @click.option("--tag", default="kept", show_default=True, help="Who or what keeps it.")
 @click.pass_context
 def pin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
-    """Keep STATE, whatever prune and retention say, until it is unpinned."""
+    """Keep STATE, regardless of prune and retention, until it is unpinned."""
     with needs_extra("gpuops ckpt pin"), open_states(ctx, address) as store:
         stored = find_state(store, state)
         store.pin(stored.state, tag)
@@ -161,10 +161,10 @@ def pin_command(ctx: click.Context, state: str, address: str | None, tag: str) -
 @ckpt.command("unpin", epilog="Example: gpuops ckpt unpin 6000 --dir /scratch/ck1")
 @click.argument("state")
 @address_option
-@click.option("--tag", default="kept", show_default=True, help="The pin to take away.")
+@click.option("--tag", default="kept", show_default=True, help="The pin to remove.")
 @click.pass_context
 def unpin_command(ctx: click.Context, state: str, address: str | None, tag: str) -> None:
-    """Take a pin from STATE away."""
+    """Remove a pin from STATE."""
     with needs_extra("gpuops ckpt unpin"), open_states(ctx, address) as store:
         stored = find_state(store, state)
         was_pinned = tag in stored.tags

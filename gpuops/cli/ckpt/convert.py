@@ -1,4 +1,4 @@
-"""``gpuops ckpt export`` and ``import``: between states and the formats of others."""
+"""``gpuops ckpt export`` and ``import``: convert states to and from other formats."""
 
 import json
 import os
@@ -24,12 +24,14 @@ FORMATS = click.Choice(["dcp", "safetensors", "torch"])
 @click.argument("state", metavar="[STATE]", default="newest")
 @address_option
 @click.option(
-    "--to", required=True, type=click.Path(path_type=Path), help="What to write; not there yet."
+    "--to", required=True, type=click.Path(path_type=Path), help="What to write; must not exist."
 )
 @click.option(
     "--format", "form", type=FORMATS, default="safetensors", show_default=True, help="As what."
 )
-@click.option("--part", metavar="KEY", help="Only this part, as in model; its names without KEY.")
+@click.option(
+    "--part", metavar="KEY", help="Only this part, such as model; names are written without KEY."
+)
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
@@ -48,7 +50,7 @@ def export(
     max_shard_size: str | None,
     as_json: bool,
 ) -> None:
-    """Write STATE (default: the newest) for other tools, verified while it is read.
+    """Write STATE (default: the newest) for other tools; it is verified while it is read.
 
     dcp: a directory for torch.distributed.checkpoint.load. safetensors: one file, or a set with an
     index. torch: a file that torch.load reads with weights_only=True.
@@ -95,24 +97,24 @@ def export(
         )
     )
     for item in result.omitted:
-        click.echo(printable(f"left out: {item}"))
+        click.echo(printable(f"omitted: {item}"))
 
 
 @click.command("import", epilog="Example: gpuops ckpt import dcp_dir --from dcp --dir /scratch/ck2")
 @click.argument("path", type=click.Path(path_type=Path))
 @address_option
 @click.option("--from", "form", type=FORMATS, required=True, help="What PATH is.")
-@click.option("--step", type=click.IntRange(min=1), help="Steps completed, where PATH has it not.")
+@click.option("--step", type=click.IntRange(min=1), help="Steps completed, if PATH does not say.")
 @click.option(
     "--epoch", type=click.IntRange(min=0), help="Unset: newer than all states in the directory."
 )
 @click.option(
     "--part",
     metavar="KEY",
-    help="PATH is the state of one thing: of which, as Checkpointer's arguments are called.",
+    help="PATH is the state of one object: its name among Checkpointer's arguments.",
 )
 @click.option(
-    "--trust", is_flag=True, help="Run code that PATH contains, if it takes that to read it."
+    "--trust", is_flag=True, help="Run code that PATH contains, if reading it requires that."
 )
 @json_option
 @click.pass_context
@@ -128,9 +130,9 @@ def import_(
     trust: bool,
     as_json: bool,
 ) -> None:
-    """Make a state of PATH, which others wrote; nothing in it is run.
+    """Convert PATH, which another tool wrote, to a state; no code in it is run.
 
-    A plain set of tensors is taken for a model's, unless --part says otherwise.
+    A plain set of tensors is a model's, unless --part says otherwise.
     """
     location = address_of(ctx, address)
     with needs_extra("gpuops ckpt import"), open_states(ctx, location) as store:
@@ -181,7 +183,7 @@ def _parse_size(text: str | None) -> int | None:
     except ValueError as exc:
         raise UsageError(f"--max-shard-size {text!r}: {exc}") from exc
     if size < 1:
-        raise UsageError(f"--max-shard-size {text!r}: at least one byte is wanted")
+        raise UsageError(f"--max-shard-size {text!r}: expected at least one byte")
     return size
 
 

@@ -1,4 +1,4 @@
-"""``gpuops ckpt plan``: where copies lie, what they survive, what they cost, how often to save."""
+"""``gpuops ckpt plan``: placement of copies, what they survive, what they cost, save intervals."""
 
 import json
 import math
@@ -37,7 +37,7 @@ OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
 
 
 def _option_callback(parse: Callable[[object], Any]) -> OptionCallback:
-    """Return a callback that reads an option's text with *parse*."""
+    """Return a callback that parses an option's text with *parse*."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> object:
         try:
@@ -56,7 +56,7 @@ def _parse_percent(value: object) -> float:
 
 
 def _positive_up_to(maximum: float) -> Callable[[object], float]:
-    """Return a reader of finite numbers: click's ranges let nan through."""
+    """Return a parser of finite numbers: click's ranges accept nan."""
 
     def read(value: object) -> float:
         try:
@@ -87,12 +87,12 @@ _PERCENT = _option_callback(_parse_percent)
     type=click.IntRange(1, NODES_MAX),
     default=2,
     show_default=True,
-    help="Copies of a state in memory, a node's own among them.",
+    help="Copies of a state in memory, including a node's own.",
 )
 @click.option(
     "--domains",
     metavar="F|FILE",
-    help="So many equal failure domains of neighbours; or Slurm's topology.conf; or lines with a"
+    help="How many equal failure domains of neighbours; or Slurm's topology.conf; or lines with a"
     " host list and a path, as in: gpu[1-8] row1/rack3.",
 )
 @click.option("--gpus-per-node", type=click.IntRange(1, 1024), default=8, show_default=True)
@@ -105,7 +105,7 @@ _PERCENT = _option_callback(_parse_percent)
     " parameter, over the ranks that share it.",
 )
 @click.option("--slots", type=click.IntRange(SLOTS_MIN, 16), default=SLOTS_MIN, show_default=True)
-@click.option("--ram", metavar="SIZE", callback=_SIZE, help="What checkpoints may take of a node.")
+@click.option("--ram", metavar="SIZE", callback=_SIZE, help="A node's memory for checkpoints.")
 @click.option(
     "--nic-gbps", metavar="RATE", callback=_RATE, help="Gbit/s that a node sends, measured."
 )
@@ -164,11 +164,11 @@ def plan(
     slowdown: float,
     as_json: bool,
 ) -> int:
-    """Say what copies of a job's state survive, what they take, and how often to save.
+    """Show what copies of a job's state survive, what they cost, and how often to save.
 
-    Nothing is read from this machine: all follows from the figures given.
+    Nothing is read from this machine: the result depends only on the options.
 
-    Exit codes: 0; 1 the copies do not fit in --ram; 64 a mistake on the command line or in a file.
+    Exit codes: 0; 1 the copies do not fit in --ram; 64 an error on the command line or in a file.
     """
     if bytes_per_gpu > IMAGE_BYTES_MAX:
         raise UsageError(f"--bytes-per-gpu {bytes_per_gpu} is more than {IMAGE_BYTES_MAX} bytes")
@@ -214,15 +214,15 @@ def plan(
 def nodes_and_domains(
     nodes: str | None, domains: str | None
 ) -> tuple[tuple[str, ...], FailureDomains | None]:
-    """Return the names of the nodes that are meant, and their failure domains.
+    """Return the names of the nodes, and their failure domains.
 
     Raises:
-        UsageError: They are none, or do not go together.
+        UsageError: There are no nodes, or the two do not match.
     """
     names = None if nodes is None else _parse_nodes(nodes)
     if domains is None or domains.isdecimal():
         if names is None:
-            raise UsageError("--nodes is wanted: how many, or a host list like gpu[001-064]")
+            raise UsageError("--nodes is required: a number, or a host list like gpu[001-064]")
         if domains is None:
             return names, None
         n_domains = int(domains[:9])
@@ -231,7 +231,7 @@ def nodes_and_domains(
         return names, even_domains(names, n_domains)
     if not Path(domains).exists():
         raise UsageError(
-            f"--domains {domains}: No such file or directory; a number or a file is wanted"
+            f"--domains {domains}: No such file or directory; expected a number or a file"
         )
     known = read_domains(Path(domains))
     if names is None:
@@ -240,8 +240,8 @@ def nodes_and_domains(
             raise UsageError(f"{domains} names {len(names)} nodes; {NODES_MAX} can be placed")
     elif nodes is not None and nodes.strip().isdecimal():
         raise UsageError(
-            f"--nodes {nodes} says how many, and {domains} knows nodes by name: give a host list"
-            f" like gpu[001-064], or leave --nodes out for all {len(known.paths)}"
+            f"--nodes {nodes} is a number, and {domains} has nodes by name: give a host list"
+            f" like gpu[001-064], or omit --nodes for all {len(known.paths)}"
         )
     known.of(names)
     return names, known

@@ -1,4 +1,4 @@
-"""What ``gpuops ckpt plan`` prints: a page, or ``gpuops.checkpoint-plan/1``, a contract."""
+"""The output of ``gpuops ckpt plan``: text, or ``gpuops.checkpoint-plan/1``, a contract."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -91,7 +91,7 @@ WIDTH = 100
 def plan_text(
     plan: CheckpointEstimate, ram_bytes: int | None, refusal_text: str | None, *, mtbf_from: str
 ) -> str:
-    """Return *plan* for a terminal; *mtbf_from* says where the time between failures is from."""
+    """Return *plan* as text; *mtbf_from* names the source of the time between failures."""
     parts = (
         _placement(plan),
         _recovery(plan),
@@ -115,7 +115,7 @@ def _placement(plan: CheckpointEstimate) -> Iterator[str]:
     head = f"{count_noun(len(placement.nodes), 'node')}, {copies} of each state"
     yield labelled("placement", f"{head}: {' and '.join(sizes)}")
     if placement.replicas == 1:
-        yield labelled("", "no node holds another's state: with a node its state is lost")
+        yield labelled("", "no node holds another's state: a lost node loses its state")
         return
     shown, hidden = list(placement.groups), 0
     if len(shown) > BLOCKS_MAX:
@@ -157,7 +157,7 @@ def _recovery(plan: CheckpointEstimate) -> Iterator[str]:
 
 
 def _probability_text(missed: float) -> str:
-    """Return what is left of 1, with as many digits as show the difference to 1."""
+    """Return 1 - *missed* in percent, with enough digits to show the difference to 100."""
     if missed in {0.0, 1.0}:
         return f"{100 * (1 - missed):.0f} %"
     digits = 1
@@ -168,20 +168,19 @@ def _probability_text(missed: float) -> str:
 
 def _domains(plan: CheckpointEstimate) -> Iterator[str]:
     if not plan.spreads:
-        yield labelled("domains", "none given: what falls together is not known; see --domains")
+        yield labelled("domains", "none given: common failures are unknown; see --domains")
         return
     by_level: dict[str, list[DomainLoss]] = {}
     for loss in plan.losses:
         by_level.setdefault(loss.level, []).append(loss)
     rows = [_level_row(level, by_level[level.level]) for level in plan.spreads]
-    head = ["lost whole", "domains", "largest", "survived", "domains per state", "lost with one"]
+    head = ["level lost", "domains", "largest", "survived", "domains per state", "lost with one"]
     yield table(head, rows, right=(1, 2, 3, 4))
     for level in plan.spreads:
         if level.together > level.together_at_best:
             yield (
                 f"{level.level}: {count_noun(level.together, 'state')} with all copies in one, "
-                "where no"
-                f" placement has fewer than {level.together_at_best}"
+                f"while no placement has fewer than {level.together_at_best}"
             )
 
 
@@ -255,7 +254,7 @@ def _intervals(plan: CheckpointEstimate, mtbf_from: str) -> Iterator[str]:
 
 def _tier_row(name: str, tier: TierInterval | None, step_s: float | None) -> list[str]:
     if tier is None:
-        return [name, "-", "-", "-", "serves no failure counted here", "-"]
+        return [name, "-", "-", "-", "serves no counted failure", "-"]
     chosen = format_seconds(tier.interval_s)
     if step_s is not None:
         chosen += f", {count_noun(max(1, round(tier.interval_s / step_s)), 'step')}"

@@ -1,4 +1,4 @@
-"""``gpuops ckpt verify`` and ``prune``: whether states are intact, and which of them stay."""
+"""``gpuops ckpt verify`` and ``prune``: check that states are intact, and remove old ones."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ from gpuops.units import format_bytes, parse_seconds
 
 @contextmanager
 def bytes_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Yield a bar of bytes on standard error; nothing is shown in a pipe or where *quiet*."""
+    """Yield a bar of bytes on standard error; it is hidden in a pipe or if *quiet*."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -60,7 +60,7 @@ def bytes_progress(*, quiet: bool) -> Iterator[Progress]:
 def verify_with_progress(
     store: CheckpointStore, stored: StoredState, progress: Progress
 ) -> list[FileProblem]:
-    """Return what is wrong with one state, and show how far it is."""
+    """Return the problems of one state, and show the progress."""
     task = progress.add_task(str(stored.state), total=stored.manifest.nbytes)
     try:
         return verify_state(
@@ -84,7 +84,7 @@ def verify(
     all_states: bool,
     as_json: bool,
 ) -> int:
-    """Read each STATE (default: the newest) and say whether every bit is what was saved.
+    """Read each STATE (default: the newest) and check that every bit is what was saved.
 
     STATE is a step, a name as `gpuops ckpt ls` shows it, or `newest`.
 
@@ -116,7 +116,7 @@ def _verify_states(
     if all_states:
         chosen, damaged = list(survey.states), list(survey.damaged)
     for text in () if all_states else names or ["newest"]:
-        # A damaged state may be the one that is meant: it is reported.
+        # A damaged state that matches is reported.
         bad = find_damaged(survey, text)
         damaged += bad
         chosen += [] if bad else [find_state(store, text)]
@@ -193,7 +193,7 @@ def _exit_code(results: Sequence[Json]) -> int:
     metavar="EVERY:AGE[,…]",
     help="One in EVERY up to AGE, as in 1h:24h,1d:7d (which `default` means).",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed, and why.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed, and why.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @click.pass_context
@@ -237,7 +237,7 @@ def prune(
 def _newest_intact(
     store: CheckpointStore, states: Sequence[StoredState], progress: Progress
 ) -> set[StateId]:
-    """Return the newest intact state: nothing is removed before one is known."""
+    """Return the newest intact state; without one nothing is removed."""
     for stored in states:
         if not verify_with_progress(store, stored, progress):
             return {stored.state}
@@ -248,7 +248,7 @@ def _confirm(n_going: int, *, yes: bool, as_json: bool) -> None:
     if yes:
         return
     if as_json or not sys.stdin.isatty():
-        raise UsageError(f"{n_going} states would be removed: say --yes, or --dry-run")
+        raise UsageError(f"{n_going} states would be removed: add --yes, or --dry-run")
     click.confirm(f"Remove {n_going} states?", abort=True)
 
 
@@ -266,10 +266,10 @@ def _print_decisions(decisions: Sequence[RetentionDecision], states: Sequence[St
 
 
 def _print_unjudged(store: CheckpointStore) -> None:
-    """Print the damaged, which prune leaves, and that there is nothing."""
+    """Print the unreadable states, which prune keeps, or that there are no states."""
     survey = store.scan()
     for item in survey.damaged:
-        click.echo(printable(f"left    {item.name}  {item.why}"))
+        click.echo(printable(f"skipped {item.name}  {item.why}"))
     if not survey.states:
         click.echo(printable(f"no states in {store.address}{missing_reason(store)}"))
 

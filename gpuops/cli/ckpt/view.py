@@ -1,4 +1,4 @@
-"""What ``gpuops ckpt ls`` and ``show`` print."""
+"""The output of ``gpuops ckpt ls`` and ``show``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ from gpuops.report.render.layout import table
 from gpuops.units import US_PER_S, format_bytes, format_seconds
 
 LIST_COLUMNS = ("step", "epoch", "age", "world", "size", "files", "pinned", "name")
-WIDTH_UNLIMITED = 10_000  # names are not cut: they are typed again
+WIDTH_UNLIMITED = 10_000  # names are not truncated, so that they can be copied
 TENSORS_SHOWN = 40
 SIZES_ONLY = "sizes ok: every file exists with its size; `gpuops ckpt verify` checks the content"
 SHARDS_SHOWN = 16
@@ -43,7 +43,7 @@ def _stored_json(store: CheckpointStore, stored: StoredState) -> Json:
 
 
 def listing_json(store: CheckpointStore, survey: StoreScan) -> Json:
-    """Return what lies in *store*; ``complete``: all files are there, of the right size."""
+    """Return the content of *store*; ``complete``: all files exist with the right size."""
     return {
         "address": store.address,
         "checkpoints": [_stored_json(store, stored) for stored in survey.states],
@@ -53,7 +53,7 @@ def listing_json(store: CheckpointStore, survey: StoreScan) -> Json:
 
 
 def listing_text(store: CheckpointStore, survey: StoreScan) -> str:
-    """Return the same for a person."""
+    """Return the same as text."""
     lines = []
     if survey.states:
         found = [
@@ -103,7 +103,7 @@ def state_json(
     tensors: Mapping[str, StoredTensor],
     chosen: ChosenInterval | None,
 ) -> Json:
-    """Return all that is known of a state without reading its data."""
+    """Return what is known of a state without reading its data."""
     return {
         "address": store.address,
         "checkpoint": _stored_json(store, stored),
@@ -148,7 +148,7 @@ def state_text(
     *,
     all_tensors: bool,
 ) -> str:
-    """Return the same for a person, long lists cut short."""
+    """Return the same as text, long lists truncated."""
     manifest = stored.manifest
     n_bytes = sum(tensor.nbytes for tensor in tensors.values())
     wrote = f"gpuops {manifest.version}, job {manifest.job or '-'}"
@@ -174,7 +174,7 @@ def state_text(
         (t.dtype, _shape(t), format_bytes(t.nbytes), t.sharding, str(t.n_copies), t.name)
         for t in shown
     ]
-    head = ("dtype", "shape", "size", "cut", "copies", "tensor")
+    head = ("dtype", "shape", "size", "sharding", "copies", "tensor")
     lines += [
         table(head, cells, width=WIDTH_UNLIMITED),
         *_omitted(len(tensors) - len(shown), "tensors"),

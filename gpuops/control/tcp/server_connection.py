@@ -21,7 +21,7 @@ from gpuops.control.store import ControlStoreError, Entry
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.wire import ControlRequest, Operation, ReplyKind
 from gpuops.host.net import job_proof as proof
-from gpuops.host.net.frames import WireError, framed, set_lasting, take_frame
+from gpuops.host.net.frames import WireError, configure_socket, framed, take_frame
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
 HANDSHAKE_TIMEOUT_S = 5.0  # to prove the job's token
@@ -163,7 +163,7 @@ class ControlServerConnection(asyncio.Protocol):
             state.counters.n_rejected += 1
             self._reject(ProofWelcome.BUSY)
             return
-        set_lasting(transport.get_extra_info("socket"))
+        configure_socket(transport.get_extra_info("socket"))
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(limits.handshake_timeout_s, self.abort)
 
@@ -232,7 +232,7 @@ class ControlServerConnection(asyncio.Protocol):
             return
         self._mark_authenticated()
         self._in = self._handshake.channel("client")
-        self._send(framed(proof.welcome(ProofWelcome.COME_IN, self._handshake.proof("server"))))
+        self._send(framed(proof.welcome(ProofWelcome.ACCEPTED, self._handshake.proof("server"))))
         self._out = self._handshake.channel("server")
         self._on_body = self._on_frame
         self._state.last_request_s = time.monotonic()

@@ -4,12 +4,12 @@ import socket
 import struct
 from typing import Any
 
-# A peer whose machine is gone sends no word of it: found out after 60 s.
+# A peer whose machine has failed does not close its connection: detected after 60 s.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
-def set_lasting(sock: socket.socket) -> None:
-    """Have small messages sent at once, and the connection end 60 s after its other machine did."""
+def configure_socket(sock: socket.socket) -> None:
+    """Send small messages at once, and detect a failed machine of the peer within 60 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in _KEEPALIVE:
@@ -20,7 +20,7 @@ LENGTH = struct.Struct(">I")
 
 
 class WireError(ValueError):
-    """The bytes are not of the protocol that is spoken here."""
+    """The bytes are not of the expected protocol."""
 
 
 def framed(*parts: bytes) -> bytes:
@@ -41,10 +41,10 @@ def length_of(head: bytes | bytearray, bytes_max: int, *, bytes_min: int = 0) ->
 
 
 def take_frame(buffer: bytearray, bytes_max: int) -> bytes | None:
-    """Remove the first frame from *buffer* and return its body, None until all of it is there.
+    """Remove the first frame from *buffer* and return its body, None until it is complete.
 
     Raises:
-        WireError: It is to be longer than *bytes_max*, whether it is there or not.
+        WireError: Its announced length is above *bytes_max*.
     """
     if len(buffer) < LENGTH.size:
         return None
@@ -62,7 +62,7 @@ class FrameGreeting:
     __slots__ = ("_layout", "_magic", "_what")
 
     def __init__(self, what: str, magic: bytes, fields: str) -> None:
-        """*fields* are those of `struct` behind *magic*; *what* names it in an error."""
+        """*fields*: the `struct` format after *magic*; *what*: its name in errors."""
         self._what = what
         self._magic = magic
         self._layout = struct.Struct(f">{len(magic)}s{fields}")

@@ -1,10 +1,10 @@
 """Proof that both sides of a connection are of one job, before either reads anything else.
 
-HMAC-SHA256 with a key made of the job's token, over all that must not be exchanged or replayed; the
-token itself is never sent. An empty token is a job in open mode: the same proofs, which then show
-only that both sides speak of the same job.
+HMAC-SHA256 with a key derived from the job's token, over all data that must not be replaced or
+replayed; the token itself is never sent. An empty token is a job in open mode: the same proofs,
+which then prove only that both sides mean the same job.
 
-Each side sends a greeting with a nonce of its own, the client its proof, the server a
+Each side sends a greeting with its nonce, then the client its proof, then the server a
 `ProofWelcome` with its proof. From then on each frame carries a tag of its direction's
 `ProofChannel`.
 """
@@ -20,13 +20,13 @@ from gpuops.host.net.frames import WireError, framed
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-# 128 bits: a forger who is cut off after the first mistake has one try per connection.
+# 128 bits: an attacker has one attempt per connection, which is closed after the first error.
 TAG_BYTES = 16
 _COUNTER = struct.Struct(">Q")
 
 
 def nonce() -> bytes:
-    """Return new random bytes that no earlier connection had."""
+    """Return new random bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
@@ -36,32 +36,32 @@ def derived(label: str, text: str) -> bytes:
 
 
 def sign(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of *parts*, each with its length, so that none can grow into the next."""
+    """Return the HMAC of *parts*, each with its length, so that their boundaries are fixed."""
     body = b"".join(_COUNTER.pack(len(part)) + part for part in parts)
     return hmac.digest(key, body, "sha256")
 
 
 def same(left: bytes, right: bytes) -> bool:
-    """Compare in a time that does not tell where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(left, right)
 
 
 class ProofWelcome(IntEnum):
-    """The first byte of the server's last word of the opening."""
+    """The first byte of the server's last message of the handshake."""
 
-    COME_IN = 1
+    ACCEPTED = 1
     OTHER_JOB = 2
     WRONG_TOKEN = 3
     BUSY = 4
 
 
 def welcome(code: ProofWelcome, proof: bytes = bytes(PROOF_BYTES)) -> bytes:
-    """Return the server's last word of the opening."""
+    """Return the server's last message of the handshake."""
     return bytes([code]) + proof
 
 
 def read_welcome(data: bytes) -> tuple[ProofWelcome, bytes]:
-    """Return the server's last word and its proof; raises `WireError` where it is neither."""
+    """Return the code and proof in the server's last message; raises `WireError` if malformed."""
     if len(data) != 1 + PROOF_BYTES:
         raise WireError("not a welcome")
     try:
@@ -72,22 +72,22 @@ def read_welcome(data: bytes) -> tuple[ProofWelcome, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class JobHandshake:
-    """What both sides of one connection know once each has sent its nonce."""
+    """The state of one connection once both sides have sent their nonces."""
 
     key: bytes
-    said: bytes  # the first message of each side, whole
+    transcript: bytes  # the complete first message of each side
 
     def proof(self, side: str) -> bytes:
-        """Return what only a holder of the token can say as *side* (client or server)."""
-        return sign(self.key, b"proof", side.encode(), self.said)
+        """Return the proof of *side* (client or server), which requires the token."""
+        return sign(self.key, b"proof", side.encode(), self.transcript)
 
     def channel(self, side: str) -> "ProofChannel":
         """Return the tags of the frames that *side* sends."""
-        return ProofChannel(sign(self.key, b"frames", side.encode(), self.said))
+        return ProofChannel(sign(self.key, b"frames", side.encode(), self.transcript))
 
 
 class ProofChannel:
-    """Tags for one direction of a connection: a frame left out, repeated or changed is noticed."""
+    """Tags for one direction of a connection: detect dropped, repeated or changed frames."""
 
     __slots__ = ("_count", "_key")
 
@@ -96,14 +96,14 @@ class ProofChannel:
         self._count = 0
 
     def frame(self, message: bytes) -> bytes:
-        """Return *message* as the next frame that goes out."""
+        """Return *message* as the next outgoing frame."""
         return framed(self.tag(message), message)
 
     def message(self, body: bytes) -> bytes:
-        """Return the message in *body*, the next frame that came in.
+        """Return the message in *body*, the next incoming frame.
 
         Raises:
-            WireError: The other side did not send it, or not now.
+            WireError: The other side did not send it, or not as the next frame.
         """
         message = body[TAG_BYTES:]
         if not same(body[:TAG_BYTES], self.tag(message)):
@@ -113,7 +113,7 @@ class ProofChannel:
     def tag(self, message: bytes) -> bytes:
         """Return the tag of the next frame."""
         self._count += 1
-        # A large message would otherwise be copied once more only to stand behind the counter.
+        # This avoids another copy of a large message after the counter.
         digest = hmac.new(self._key, _COUNTER.pack(self._count), "sha256")
         digest.update(message)
         return digest.digest()[:TAG_BYTES]

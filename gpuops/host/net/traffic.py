@@ -1,9 +1,9 @@
-"""How much this machine has sent over the interface that has an address.
+"""Network interfaces, routes and queueing disciplines, and how much an interface has sent.
 
 Sources: ``/proc/net/dev`` (proc_pid_net(5)), which counts what the process' own network namespace
-sends; and for adapters that also carry RDMA, past the kernel, ``port_xmit_data`` in units of four
-bytes (sysfs-class-infiniband). The counters of an InfiniBand port have what its interface (IPoIB)
-sends in them; those of RoCE have not.
+sends; and for adapters that also carry RDMA, bypassing the kernel, ``port_xmit_data`` in units of
+four bytes (sysfs-class-infiniband). The counters of an InfiniBand port include what its interface
+(IPoIB) sends; those of RoCE do not.
 """
 
 import array
@@ -25,14 +25,14 @@ from gpuops.model import UnknownReason
 TIMEOUT_S = 5.0
 _CAP_NET_ADMIN = 12  # linux/capability.h
 _CAPABILITIES = re.compile(r"^CapEff:\s+([0-9a-fA-F]+)$", re.MULTILINE)
-# What `ip route show` says of a route's state, and does not take back.
+# Words of `ip route show` on a route's state, which `ip route replace` does not accept.
 _STATE = frozenset({"linkdown", "dead", "offload", "trap", "pervasive", "notify"})
 _ADDRESS6 = re.compile(r"\binet6 (\S+) scope global\b")
 _QDISC = re.compile(r"^qdisc (\S+) (\S+): .*\broot\b", re.MULTILINE)
 
 
 def interfaces(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the names of the network interfaces, sorted; none where they cannot be listed."""
+    """Return the names of the network interfaces, sorted; none if they cannot be listed."""
     try:
         return tuple(sorted(path.name for path in (root / "sys/class/net").iterdir()))
     except OSError:
@@ -40,7 +40,7 @@ def interfaces(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def may_change_links(root: Path = Path("/")) -> bool:
-    """Say whether this process has CAP_NET_ADMIN."""
+    """Return whether this process has CAP_NET_ADMIN."""
     try:
         match = _CAPABILITIES.search(read_text(root / "proc/self/status"))
     except ProbeError:
@@ -49,38 +49,38 @@ def may_change_links(root: Path = Path("/")) -> bool:
 
 
 def routes(interface: str) -> tuple[tuple[str, ...], ...]:
-    """Return the routes over *interface*, each as the words that ``ip route`` takes back.
+    """Return the routes over *interface*, each as arguments for ``ip route replace``.
 
-    A link that goes down loses them; the kernel brings back only those of its own addresses.
+    A link that goes down loses them; the kernel restores only those of its own addresses.
 
     Raises:
-        ProbeError: ``ip`` is missing, or says no.
+        ProbeError: ``ip`` is missing, or fails.
     """
-    return parse_routes(_said(["ip", "-o", "route", "show", "dev", interface]))
+    return parse_routes(_output(["ip", "-o", "route", "show", "dev", interface]))
 
 
 def parse_routes(text: str) -> tuple[tuple[str, ...], ...]:
-    """Return the routes in *text*, without the words that tell of a route's state."""
+    """Return the routes in *text*, without the words on a route's state."""
     lines = (line.replace("\\", " ").split() for line in text.splitlines())
     return tuple(tuple(word for word in words if word not in _STATE) for words in lines if words)
 
 
 def global_addresses6(interface: str) -> tuple[str, ...]:
-    """Return the global IPv6 addresses of *interface* (``fd00::1/64``): going down loses them too.
+    """Return the global IPv6 addresses of *interface* (``fd00::1/64``), lost when it goes down.
 
     Raises:
         ProbeError: As for `routes`.
     """
-    return tuple(_ADDRESS6.findall(_said(["ip", "-6", "-o", "addr", "show", "dev", interface])))
+    return tuple(_ADDRESS6.findall(_output(["ip", "-6", "-o", "addr", "show", "dev", interface])))
 
 
 def own_qdisc(interface: str) -> str | None:
-    """Return the queueing discipline that somebody gave *interface*, None for the kernel's own.
+    """Return the configured queueing discipline of *interface*, None for the kernel's default.
 
     Raises:
-        ProbeError: ``tc`` is missing, or says no.
+        ProbeError: ``tc`` is missing, or fails.
     """
-    return parse_qdisc(_said(["tc", "qdisc", "show", "dev", interface]))
+    return parse_qdisc(_output(["tc", "qdisc", "show", "dev", interface]))
 
 
 def parse_qdisc(text: str) -> str | None:
@@ -89,14 +89,14 @@ def parse_qdisc(text: str) -> str | None:
     return match[1] if match is not None and match[2] != "0" else None
 
 
-def _said(words: Sequence[str]) -> str:
+def _output(words: Sequence[str]) -> str:
     program = find(Path("/"), words[0])
     if program is None:
         raise ProbeError(f"this machine has no {words[0]}", UnknownReason.MISSING_TOOL)
     answer = ask([program, *words[1:]], TIMEOUT_S)
     if answer.exit_code != 0:
-        said = answer.first_line() or answer.ending
-        raise ProbeError(f"`{' '.join(words)}`: {said}", UnknownReason.CRASH)
+        message = answer.first_line() or answer.ending
+        raise ProbeError(f"`{' '.join(words)}`: {message}", UnknownReason.CRASH)
     return answer.output
 
 
@@ -111,7 +111,7 @@ _READ_BYTES = 2**18
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has *address*, None where none has, or it is none."""
+    """Return the name of the interface that has *address*, None if there is none."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -129,16 +129,16 @@ def interface_of(address: str) -> str | None:
 
 def _addresses() -> list[tuple[str, bytes]]:
     """Return all IPv4 addresses with their interfaces; see netdevice(7)."""
-    room = array.array("B", bytes(_IFREQ.size * _ADDRESSES_MAX))
-    where, nbytes = room.buffer_info()
+    buffer = array.array("B", bytes(_IFREQ.size * _ADDRESSES_MAX))
+    where, nbytes = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         answer = fcntl.ioctl(sock, _SIOCGIFCONF, struct.pack("iL", nbytes, where))
     (n_found, _where) = struct.unpack("iL", answer)
     found = []
     for at in range(0, n_found, _IFREQ.size):
-        label, place = _IFREQ.unpack_from(room, at)
+        label, sockaddr = _IFREQ.unpack_from(buffer, at)
         name = label.split(b"\0")[0].decode(errors="replace").partition(":")[0]
-        found.append((name, place[4:8]))
+        found.append((name, sockaddr[4:8]))
     return found
 
 
@@ -165,7 +165,7 @@ class Traffic:
         self._is_infiniband = number_of(here / "type") == _INFINIBAND
 
     def sent_bytes(self) -> int | None:
-        """Return how many bytes were sent so far, None where it cannot be read."""
+        """Return how many bytes were sent so far, None if they cannot be read."""
         found = [number_of(port) for port in self._ports]
         rdma = [n * _RDMA_UNIT_BYTES for n in found if n is not None]
         if rdma and self._is_infiniband:
@@ -174,7 +174,7 @@ class Traffic:
         return None if own is None else own + sum(rdma)
 
     def _own_bytes(self) -> int | None:
-        # Opened each time: the file is of the thread that opens it, and costs microseconds.
+        # Opened each time: the file belongs to the thread that opens it; this costs microseconds.
         try:
             fd = os.open(self._dev, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

@@ -1,5 +1,5 @@
-"""NVML, called in a child process: a sick driver blocks and can crash its caller.
+"""NVML, called in a child process: a faulty driver blocks and can crash its caller.
 
-`reader` starts the child and returns `facts.NvmlSnapshot`; the other modules
-run in it. ``python -m gpuops.host.nvml.facts`` is a second, smaller child.
+`session` starts the child and returns `facts.NvmlSnapshot`; the other modules run in it.
+``python -m gpuops.host.nvml.facts`` is a second, smaller child.
 """

@@ -1,4 +1,4 @@
-"""One caller of NVML: what it is in, what it was told, and what was refused."""
+"""One caller of NVML: its current call, its results, and its errors."""
 
 import threading
 import time
@@ -10,18 +10,18 @@ from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallE
 _FUNCTION_NOT_FOUND = 13
 _ARGUMENT_VERSION_MISMATCH = 25
 _DEPRECATED = 26
-# What NVML writes where a number is not to be had (NVML_VALUE_NOT_AVAILABLE).
+# NVML's value for a missing number (NVML_VALUE_NOT_AVAILABLE).
 NOT_AVAILABLE = frozenset({2**64 - 1, 2**32 - 1})
-# What a driver says that never had, or no longer has, what was asked for.
+# The codes of a driver that does not have, or no longer has, a call.
 UNSUPPORTED = {NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
 
 
 class GpuLostError(Exception):
-    """The GPU is lost: asking it more tells nothing, and can hang."""
+    """The GPU is lost: further calls return nothing, and can hang."""
 
 
 class NvmlRefused(Exception):  # noqa: N818 an answer, and no error of ours
-    """NVML did not do what was asked; says why."""
+    """NVML returned an error."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -30,11 +30,11 @@ class NvmlRefused(Exception):  # noqa: N818 an answer, and no error of ours
 
 
 class NvmlCaller:
-    """Asks NVML in one thread, and can be looked at by another at any time.
+    """Calls NVML in one thread; another may read its state at any time.
 
-    ``found`` holds values by their place in `NvmlGpu`, as ``"temperature.core_c"``. ``call`` is
-    its last call, made at ``since_s`` (monotonic) in the thread ``thread_id`` of this process; it
-    is in it still unless it has ``finished`` all its calls.
+    ``found`` holds values by their field of `NvmlGpu`, as ``"temperature.core_c"``. ``call`` is its
+    last call, made at ``since_s`` (monotonic) in the thread ``thread_id`` of this process; it is
+    still in it unless it has ``finished`` all its calls.
     """
 
     def __init__(self, nvml: Any, handle: Any = None) -> None:  # noqa: ANN401 without types
@@ -48,50 +48,50 @@ class NvmlCaller:
         self.thread_id = 0
         self.finished = False
 
-    def tell(
+    def store(
         self,
-        place: str,
+        field: str,
         call: str,
         *args: object,
         instead: Callable[[], Any] | None = None,
         made: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
-        """Put what *call* answers, *made* into a plain value, into its *place*.
+        """Store the result of *call*, converted by *made*, as *field*.
 
-        *instead* is done where the driver does not have *call*, and gives its answer.
+        *instead* is called if the driver does not have *call*, and returns its result.
 
         Raises:
             GpuLostError: NVML says so.
         """
-        answer = self.answer(call, *args, instead=instead, made=made)
+        answer = self.query(call, *args, instead=instead, made=made)
         if answer is not None:
-            self.found[place] = answer
+            self.found[field] = answer
 
-    def answer(
+    def query(
         self,
         call: str,
         *args: object,
         instead: Callable[[], Any] | None = None,
         made: Callable[[Any], Any] = lambda answer: answer,
     ) -> Any:  # noqa: ANN401 whatever the call gives
-        """Return what `tell` would put; None where it was refused, which is noted.
+        """Return what `store` would store; None after an error, which is noted.
 
         Raises:
             GpuLostError: NVML says so.
         """
         try:
-            return made(self.ask(call, self.handle, *args))
+            return made(self.call_nvml(call, self.handle, *args))
         except NvmlRefused as refused:
             if instead is not None and refused.code in UNSUPPORTED:
                 return instead()
             self.note(call, refused)
         return None
 
-    def ask(self, call: str, *args: object) -> Any:  # noqa: ANN401 whatever the call gives
+    def call_nvml(self, call: str, *args: object) -> Any:  # noqa: ANN401 whatever the call gives
         """Return what pynvml's function *call* returns for *args*; may never return.
 
         Raises:
-            Refused: NVML's code and words, or `UNREADABLE` where pynvml cannot read its answer.
+            NvmlRefused: NVML's code and text, or `UNREADABLE` if pynvml cannot decode its answer.
         """
         function = getattr(self.nvml, call, None)
         if function is None:
@@ -104,20 +104,20 @@ class NvmlCaller:
         except self.nvml.NVMLError as exc:
             raise NvmlRefused(exc.value, str(exc)) from exc
         except self.nvml.NVMLLibraryMismatchError as exc:
-            # So pynvml calls it where the driver lacks the newest form of a function.
+            # pynvml's error if the driver lacks the newest version of a function.
             raise NvmlRefused(_FUNCTION_NOT_FOUND, str(exc)) from exc
         except ValueError as exc:
-            # A sick board's strings: UnicodeDecodeError.
+            # Corrupt strings of a faulty GPU: UnicodeDecodeError.
             raise NvmlRefused(UNREADABLE, f"{type(exc).__name__}: {exc}") from exc
         if isinstance(answer, int) and answer in NOT_AVAILABLE:
             raise NvmlRefused(NOT_SUPPORTED, "not available")
         return answer
 
     def note(self, call: str, refused: NvmlRefused) -> None:
-        """Keep that *call* was refused.
+        """Record the error of *call*.
 
         Raises:
-            GpuLostError: It was because the GPU is lost.
+            GpuLostError: The error is that the GPU is lost.
         """
         if refused.code in UNSUPPORTED:
             if call not in self.unsupported:

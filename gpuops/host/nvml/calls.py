@@ -1,7 +1,7 @@
-"""What one GPU is asked: groups of calls. A group's calls come one after another, groups at once.
+"""The calls for one GPU, in groups: sequential within a group, groups in parallel.
 
-Each answer goes to its place in `NvmlGpu`. The groups are of about one length, since the longest
-decides how long a slow driver makes a node wait.
+Each result is stored as a field of `NvmlGpu`. The groups have about the same length, since the
+longest determines the wait for a slow driver.
 """
 
 from collections.abc import Callable
@@ -29,30 +29,30 @@ _PROCESSES = {
 
 
 def identity(gpu: NvmlCaller) -> None:
-    """Ask who this GPU is."""
-    gpu.tell("uuid", "nvmlDeviceGetUUID")
-    gpu.tell("address", "nvmlDeviceGetPciInfo", made=lambda info: sysfs_address(info.busId))
-    gpu.tell("name", "nvmlDeviceGetName")
-    gpu.tell("serial", "nvmlDeviceGetSerial")
-    gpu.tell("minor", "nvmlDeviceGetMinorNumber")
-    gpu.tell("vbios", "nvmlDeviceGetVbiosVersion")
-    gpu.tell("utilization_percent", "nvmlDeviceGetUtilizationRates", made=lambda rates: rates.gpu)
+    """Read the identity of the GPU."""
+    gpu.store("uuid", "nvmlDeviceGetUUID")
+    gpu.store("address", "nvmlDeviceGetPciInfo", made=lambda info: sysfs_address(info.busId))
+    gpu.store("name", "nvmlDeviceGetName")
+    gpu.store("serial", "nvmlDeviceGetSerial")
+    gpu.store("minor", "nvmlDeviceGetMinorNumber")
+    gpu.store("vbios", "nvmlDeviceGetVbiosVersion")
+    gpu.store("utilization_percent", "nvmlDeviceGetUtilizationRates", made=lambda rates: rates.gpu)
 
 
 def modes(gpu: NvmlCaller) -> None:
-    """Ask for the modes that an administrator sets, and the fabric."""
-    gpu.tell("modes.persistence", "nvmlDeviceGetPersistenceMode", made=bool)
+    """Read the modes that an administrator sets, and the fabric."""
+    gpu.store("modes.persistence", "nvmlDeviceGetPersistenceMode", made=bool)
     _pair(gpu, "modes.ecc", "nvmlDeviceGetEccMode")
     _pair(gpu, "modes.mig", "nvmlDeviceGetMigMode")
-    gpu.tell("modes.compute", "nvmlDeviceGetComputeMode")
+    gpu.store("modes.compute", "nvmlDeviceGetComputeMode")
     _fabric(gpu)
     _sram(gpu)
 
 
 def health(gpu: NvmlCaller) -> None:
-    """Ask for what the GPU says of its memory, and who uses it."""
-    gpu.tell("remapped", "nvmlDeviceGetRemappedRows", made=_remapped)
-    gpu.tell("inforom_valid", _INFOROM, made=lambda _nothing: True)
+    """Read the state of the GPU's memory, and its processes."""
+    gpu.store("remapped", "nvmlDeviceGetRemappedRows", made=_remapped)
+    gpu.store("inforom_valid", _INFOROM, made=lambda _nothing: True)
     if any(error.call == _INFOROM and error.code == CORRUPTED_INFOROM for error in gpu.errors):
         gpu.found["inforom_valid"] = False
     _memory(gpu)
@@ -60,29 +60,29 @@ def health(gpu: NvmlCaller) -> None:
 
 
 def temperatures(gpu: NvmlCaller) -> None:
-    """Ask for temperatures and the limits that the device states."""
+    """Read temperatures and the limits of the device."""
     nvml = gpu.nvml
-    gpu.tell(
+    gpu.store(
         "temperature.core_c",
         "nvmlDeviceGetTemperatureV",
         nvml.NVML_TEMPERATURE_GPU,
-        instead=lambda: gpu.answer("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        instead=lambda: gpu.query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
     )
-    gpu.tell("temperature.margin_c", "nvmlDeviceGetMarginTemperature")
+    gpu.store("temperature.margin_c", "nvmlDeviceGetMarginTemperature")
     for place, limit in (
         ("temperature.slowdown_c", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
         ("temperature.shutdown_c", nvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN),
         ("temperature.memory_max_c", nvml.NVML_TEMPERATURE_THRESHOLD_MEM_MAX),
     ):
-        gpu.tell(place, "nvmlDeviceGetTemperatureThreshold", limit)
+        gpu.store(place, "nvmlDeviceGetTemperatureThreshold", limit)
 
 
 def power(gpu: NvmlCaller) -> None:
-    """Ask for the power drawn and its limits."""
-    gpu.tell("power.drawn_w", "nvmlDeviceGetPowerUsage", made=_watts)
-    gpu.tell("power.limit_w", "nvmlDeviceGetEnforcedPowerLimit", made=_watts)
-    gpu.tell("power.default_limit_w", "nvmlDeviceGetPowerManagementDefaultLimit", made=_watts)
-    gpu.tell(
+    """Read the power draw and its limits."""
+    gpu.store("power.drawn_w", "nvmlDeviceGetPowerUsage", made=_watts)
+    gpu.store("power.limit_w", "nvmlDeviceGetEnforcedPowerLimit", made=_watts)
+    gpu.store("power.default_limit_w", "nvmlDeviceGetPowerManagementDefaultLimit", made=_watts)
+    gpu.store(
         "power.max_limit_w",
         "nvmlDeviceGetPowerManagementLimitConstraints",
         made=lambda limits: _watts(limits[1]),
@@ -90,27 +90,27 @@ def power(gpu: NvmlCaller) -> None:
 
 
 def clocks(gpu: NvmlCaller) -> None:
-    """Ask for clocks and why they are not higher."""
+    """Read clocks and the reasons that limit them."""
     sm, memory = gpu.nvml.NVML_CLOCK_SM, gpu.nvml.NVML_CLOCK_MEM
-    gpu.tell("clocks.sm_mhz", "nvmlDeviceGetClockInfo", sm)
-    gpu.tell("clocks.sm_max_mhz", "nvmlDeviceGetMaxClockInfo", sm)
-    gpu.tell("clocks.sm_application_mhz", "nvmlDeviceGetApplicationsClock", sm)
-    gpu.tell("clocks.memory_mhz", "nvmlDeviceGetClockInfo", memory)
-    gpu.tell("clocks.memory_max_mhz", "nvmlDeviceGetMaxClockInfo", memory)
-    gpu.tell("clocks.memory_application_mhz", "nvmlDeviceGetApplicationsClock", memory)
-    gpu.tell(
+    gpu.store("clocks.sm_mhz", "nvmlDeviceGetClockInfo", sm)
+    gpu.store("clocks.sm_max_mhz", "nvmlDeviceGetMaxClockInfo", sm)
+    gpu.store("clocks.sm_application_mhz", "nvmlDeviceGetApplicationsClock", sm)
+    gpu.store("clocks.memory_mhz", "nvmlDeviceGetClockInfo", memory)
+    gpu.store("clocks.memory_max_mhz", "nvmlDeviceGetMaxClockInfo", memory)
+    gpu.store("clocks.memory_application_mhz", "nvmlDeviceGetApplicationsClock", memory)
+    gpu.store(
         "clocks.reasons",
         "nvmlDeviceGetCurrentClocksEventReasons",
-        instead=lambda: gpu.answer("nvmlDeviceGetCurrentClocksThrottleReasons"),
+        instead=lambda: gpu.query("nvmlDeviceGetCurrentClocksThrottleReasons"),
     )
 
 
 def pcie(gpu: NvmlCaller) -> None:
-    """Ask for the PCIe link."""
-    gpu.tell("pcie.generation", "nvmlDeviceGetCurrPcieLinkGeneration")
-    gpu.tell("pcie.generation_max", "nvmlDeviceGetMaxPcieLinkGeneration")
-    gpu.tell("pcie.width", "nvmlDeviceGetCurrPcieLinkWidth")
-    gpu.tell("pcie.width_max", "nvmlDeviceGetMaxPcieLinkWidth")
+    """Read the PCIe link."""
+    gpu.store("pcie.generation", "nvmlDeviceGetCurrPcieLinkGeneration")
+    gpu.store("pcie.generation_max", "nvmlDeviceGetMaxPcieLinkGeneration")
+    gpu.store("pcie.width", "nvmlDeviceGetCurrPcieLinkWidth")
+    gpu.store("pcie.width_max", "nvmlDeviceGetMaxPcieLinkWidth")
 
 
 GROUPS: tuple[Callable[[NvmlCaller], None], ...] = (
@@ -130,7 +130,7 @@ def _watts(milliwatts: int) -> float:
 
 
 def _pair(gpu: NvmlCaller, place: str, call: str) -> None:
-    answer = gpu.answer(call)
+    answer = gpu.query(call)
     if answer is not None:
         gpu.found[place], gpu.found[f"{place}_pending"] = bool(answer[0]), bool(answer[1])
 
@@ -146,15 +146,15 @@ def _remapped(answer: Any) -> RemappedRows:  # noqa: ANN401 a tuple without type
 
 
 def _fabric(gpu: NvmlCaller) -> None:
-    """Ask with the newer structure, and where the driver does not know it with the older."""
+    """Read with the newer structure, or the older if the driver does not know it."""
     call = "nvmlDeviceGetGpuFabricInfoV"
     older = gpu.nvml.c_nvmlGpuFabricInfoV_t()
     newer = getattr(gpu.nvml, "c_nvmlGpuFabricInfo_v3_t", type(older))()
 
-    def ask_older() -> Any:  # noqa: ANN401 a structure without types
-        return gpu.answer(call, byref(older), made=lambda _ret: older)
+    def query_older() -> Any:  # noqa: ANN401 a structure without types
+        return gpu.query(call, byref(older), made=lambda _ret: older)
 
-    info = gpu.answer(call, byref(newer), made=lambda _ret: newer, instead=ask_older)
+    info = gpu.query(call, byref(newer), made=lambda _ret: newer, instead=query_older)
     if info is not None:
         gpu.found["fabric"] = Fabric(
             state=info.state,
@@ -167,7 +167,7 @@ def _fabric(gpu: NvmlCaller) -> None:
 
 def _sram(gpu: NvmlCaller) -> None:
     status = gpu.nvml.c_nvmlEccSramErrorStatus_v1_t()
-    if gpu.answer("nvmlDeviceGetSramEccErrorStatus", byref(status), made=lambda _ret: True):
+    if gpu.query("nvmlDeviceGetSramEccErrorStatus", byref(status), made=lambda _ret: True):
         now = status.volatileUncParity + status.volatileUncSecDed
         ever = status.aggregateUncParity + status.aggregateUncSecDed
         gpu.found["ecc.sram_volatile_uncorrected"] = now
@@ -176,10 +176,10 @@ def _sram(gpu: NvmlCaller) -> None:
 
 
 def _memory(gpu: NvmlCaller) -> None:
-    """Ask for memory in the form that tells the driver's own apart; older drivers have another."""
+    """Read memory in the form that separates the driver's own; older drivers have another."""
     call = "nvmlDeviceGetMemoryInfo"
     version = gpu.nvml.nvmlMemory_v2
-    info = gpu.answer(call, version, instead=lambda: gpu.answer(call))
+    info = gpu.query(call, version, instead=lambda: gpu.query(call))
     if info is not None:
         gpu.found["memory"] = GpuMemory(
             total_bytes=info.total,
@@ -189,9 +189,9 @@ def _memory(gpu: NvmlCaller) -> None:
 
 
 def _processes(gpu: NvmlCaller) -> None:
-    """Ask who has a context; without the list of compute processes nothing is told."""
+    """Read the processes with a context; nothing without the list of compute processes."""
     lists = {
-        kind: gpu.answer(call, instead=partial(gpu.answer, f"{call}_v2"))
+        kind: gpu.query(call, instead=partial(gpu.query, f"{call}_v2"))
         for kind, call in _PROCESSES.items()
     }
     if lists["compute"] is None:

@@ -1,7 +1,9 @@
-"""What NVML says of the GPUs, as plain values: the contract between the reader and the judges.
+"""NVML's data on the GPUs, as plain values: the contract between the reader and the judges.
 
-None means that nobody asked or that nothing came back; never that all is well. A call that this
-device does not have is named in ``unsupported``, any other that failed in ``errors``.
+None means that a value was not read or not returned; never that the GPU is healthy. A call that
+this device does not support is listed in ``unsupported``, other failed ones in ``errors``.
+
+``python -m gpuops.host.nvml.facts AGENT_PID SECONDS`` prints the memory that an agent's GPUs hold.
 """
 
 import json
@@ -22,12 +24,12 @@ _PROCESSES = (
     "nvmlDeviceGetComputeRunningProcesses",
     "nvmlDeviceGetGraphicsRunningProcesses",
 )
-# The library is not there, the driver is not loaded.
+# The library is missing, the driver is not loaded.
 _ABSENT = (12, 9)
 
 
 def main(arguments: list[str]) -> int:
-    """Tell until the parent ends; return 3 where there is no NVML, 1 after an error of its."""
+    """Print the held memory until the parent ends; return 3 without NVML, 1 after an NVML error."""
     try:
         agent_pid, every_s = int(arguments[0]), float(arguments[1])
     except (ValueError, IndexError):
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def held_bytes(nvml: Any, is_another: Callable[[int], bool]) -> dict[str, int]:  # noqa: ANN401
-    """Return the bytes held of each GPU by UUID; those that do not tell, or are divided, are left.
+    """Return the bytes held of each GPU by UUID, without GPUs in MIG mode or with errors.
 
     Raises:
         NVMLError: The GPUs cannot be counted.
@@ -67,7 +69,7 @@ def held_bytes(nvml: Any, is_another: Callable[[int], bool]) -> dict[str, int]: 
 
 
 def is_anothers(pid: int, agent_pid: int, root: Path = Path("/")) -> bool:
-    """Say whether *pid* lives, and surely is no worker of *agent_pid*."""
+    """Return whether *pid* runs, and certainly is no worker of *agent_pid*."""
     folder = root / f"proc/{pid}"
     try:
         if folder.stat().st_uid != os.geteuid():
@@ -117,14 +119,14 @@ CORRUPTED_INFOROM = 14
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
 
-# Below this a call is only slow, or this run had little time left for it: healthy ones answer
-# within a tenth of it, and one that hangs gets the rest of the look's time.
+# Below this a call is only slow, or this run had little time left for it: healthy ones return
+# within a tenth of it, and one that hangs gets the rest of the time.
 HANG_S = 1.0
 UNREADABLE = -1
 
 
 class NvmlStatus(StrEnum):
-    """How asking NVML went as a whole."""
+    """The overall result of reading NVML."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -135,9 +137,9 @@ class NvmlStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """A call (or field) of NVML that failed: its name, NVML's code and NVML's words.
+    """A call (or field) of NVML that failed: its name, NVML's code and text.
 
-    The code is `UNREADABLE` where NVML answered and the answer made no sense.
+    The code is `UNREADABLE` if NVML's answer could not be decoded.
     """
 
     call: str
@@ -182,9 +184,9 @@ class EccErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperatures:
-    """Degrees Celsius, and the limits that the device itself states.
+    """Degrees Celsius, and the limits that the device itself reports.
 
-    From Ada on the device states its limits as distances instead: ``margin_c`` is how far the core
+    From Ada on the device reports its limits as distances instead: ``margin_c`` is how far the core
     is below its own limit now, and at a margin of ``slowdown_margin_c`` it slows down, at
     ``shutdown_margin_c`` it shuts down (fields ``NVML_FI_DEV_TEMPERATURE_*_TLIMIT``, below zero).
     """
@@ -201,7 +203,7 @@ class Temperatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """Watts: drawn now, the limit in force, the limit the board ships with, the greatest."""
+    """Watts: current draw, the limit in force, the default limit, the maximum limit."""
 
     drawn_w: float | None = None
     limit_w: float | None = None
@@ -235,7 +237,7 @@ class PcieLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvLink:
-    """One NVLink: up or not, and what it counted since the driver's load. None: not told.
+    """One NVLink: up or not, and its counters since the driver's load. None: not reported.
 
     Blackwell counts ``receive_errors`` and recoveries, and no CRC errors or replays.
     """
@@ -273,7 +275,7 @@ class Modes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """Bytes. ``reserved`` is the driver's own; it is not in ``used``."""
+    """Bytes. ``reserved`` is the driver's own and not included in ``used``."""
 
     total_bytes: int
     used_bytes: int
@@ -294,10 +296,10 @@ class GpuProcess:
 class NvmlGpu:
     """One GPU as NVML lists it.
 
-    ``error``, ``error_code``: that it is lost, else opening it, else the first call about its
-    identity that failed. ``address`` is in sysfs' spelling. ``hung_call``: the call that had given
-    no answer when time was up, ``hung_s`` seconds after it was made; what was asked before it, and
-    at the same time, is here.
+    ``error``, ``error_code``: that it is lost, else of opening it, else of the first failed call
+    about its identity. ``address`` is in sysfs' format. ``hung_call``: the call that had not
+    returned at the deadline, ``hung_s`` seconds after it was made; the results of earlier and
+    parallel calls are included.
     """
 
     index: int
@@ -332,11 +334,11 @@ class NvmlGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlSnapshot:
-    """All that NVML said.
+    """All data from NVML.
 
-    ``hung_call``: a call that had given no answer when time was up, ``hung_s`` seconds after it
-    was made, where the child could still say so; ``state``: of the thread that made it (proc(5)),
-    else of the child. The status is ``timeout`` only where no GPU answered.
+    ``hung_call``: a call that had not returned at the deadline, ``hung_s`` seconds after it was
+    made, if the child could still report it; ``state``: of the thread that made it (proc(5)), else
+    of the child. The status is ``timeout`` only if no GPU answered.
     """
 
     status: NvmlStatus
@@ -351,5 +353,5 @@ class NvmlSnapshot:
 
     @property
     def hang(self) -> str | None:
-        """Return the call that gave no answer, ``"NVML"`` where nobody can say which."""
+        """Return the call that did not return, ``"NVML"`` if it is unknown."""
         return self.hung_call or ("NVML" if self.status is NvmlStatus.TIMEOUT else None)

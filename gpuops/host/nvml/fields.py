@@ -1,4 +1,4 @@
-"""Field values: many numbers of one GPU in one call, each with a return code of its own."""
+"""NVML fields: many numbers of one GPU in one call, each with its own return code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _CALL = "nvmlDeviceGetFieldValues"
 _INVALID_ARGUMENT = 2
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
-# Numbers of nvml.h, because an older pynvml than the driver does not name them all.
+# Numbers of nvml.h, because a pynvml older than the driver does not define them all.
 IDS = {
     "NVML_FI_DEV_ECC_SBE_VOL_TOTAL": 3,
     "NVML_FI_DEV_ECC_DBE_VOL_TOTAL": 4,
@@ -61,7 +61,7 @@ _ECC = {
 }
 _RETIRED = ("NVML_FI_DEV_RETIRED_SBE", "NVML_FI_DEV_RETIRED_DBE", "NVML_FI_DEV_RETIRED_PENDING")
 _STATE = "NVML_FI_DEV_NVLINK_GET_STATE"
-# By the place in `NvLink`: the field of any link, and the name of those before Hopper.
+# By the attribute of `NvLink`: the field of any link, and the field names before Hopper.
 _LINK_COUNTERS = {
     "crc_errors": ("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_L"),
     "replay_errors": (
@@ -74,76 +74,76 @@ _LINK_COUNTERS = {
     ),
     "receive_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS", None),
 }
-# Blackwell counts its recoveries here.
+# Recoveries of Blackwell.
 _RECOVERIES = "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
 _LANES = 12
 # Active, asleep to save power, active with traffic disabled (NVML_NVLINK_STATE_*).
 _UP = {1, 2, 3}
 
-# A field's name and its scope, which is the NVLink where it is about one.
+# A field's name and its scope, which is the NVLink for those about one.
 Field = tuple[str, int]
 Values = Mapping[Field, int | NvmlRefused]
 
 
 def fields(gpu: NvmlCaller) -> None:
-    """Ask for all that is a field: recovery action, ECC totals, temperatures, NVLinks.
+    """Read all fields: recovery action, ECC totals, temperatures, NVLinks.
 
     Raises:
         GpuLostError: NVML says so.
     """
     values = _read(gpu, [(name, 0) for name in (*_PLACES, *_ECC, *_RETIRED, _REPLAYS, _LINK_COUNT)])
     for name, place in _PLACES.items():
-        _put(gpu, place, _taken(gpu, values, (name, 0)))
-    _put_or_ask(gpu, "pcie.replays", values[_REPLAYS, 0], "nvmlDeviceGetPcieReplayCounter")
+        _store(gpu, place, _value_or_none(gpu, values, (name, 0)))
+    _store_or_query(gpu, "pcie.replays", values[_REPLAYS, 0], "nvmlDeviceGetPcieReplayCounter")
     for name, (place, *kinds) in _ECC.items():
-        _put_or_ask(gpu, place, values[name, 0], "nvmlDeviceGetTotalEccErrors", *kinds)
+        _store_or_query(gpu, place, values[name, 0], "nvmlDeviceGetTotalEccErrors", *kinds)
     _retired(gpu, values)
-    count = _taken(gpu, values, (_LINK_COUNT, 0))
+    count = _value_or_none(gpu, values, (_LINK_COUNT, 0))
     if count is not None:
         gpu.found["nvlinks"] = _links(gpu, count)
 
 
-def _read(gpu: NvmlCaller, asked: Sequence[Field]) -> Values:
-    """Return what each field is, or why it is not told."""
-    ids = [(IDS[name], scope) for name, scope in asked]
+def _read(gpu: NvmlCaller, names: Sequence[Field]) -> Values:
+    """Return the value of each field, or its error."""
+    ids = [(IDS[name], scope) for name, scope in names]
     try:
-        values = gpu.ask(_CALL, gpu.handle, ids)
+        values = gpu.call_nvml(_CALL, gpu.handle, ids)
     except NvmlRefused as refused:
         code = NOT_SUPPORTED if refused.code in UNSUPPORTED else refused.code
-        return dict.fromkeys(asked, NvmlRefused(code, f"{_CALL}: {refused.text}"))
-    return dict(zip(asked, [_value(gpu, value) for value in values], strict=True))
+        return dict.fromkeys(names, NvmlRefused(code, f"{_CALL}: {refused.text}"))
+    return dict(zip(names, [_value(gpu, value) for value in values], strict=True))
 
 
 def _value(gpu: NvmlCaller, value: Any) -> int | NvmlRefused:  # noqa: ANN401 a structure without types
     code, kind = value.nvmlReturn, value.valueType
     if code == 0 and kind < len(_MEMBERS):
-        told = int(getattr(value.value, _MEMBERS[kind]))
-        if told not in NOT_AVAILABLE:
-            return told
+        number = int(getattr(value.value, _MEMBERS[kind]))
+        if number not in NOT_AVAILABLE:
+            return number
         code = NOT_SUPPORTED
-    # A driver that is older than a field calls its number an invalid argument.
+    # A driver older than a field returns "invalid argument" for its number.
     code = NOT_SUPPORTED if code == _INVALID_ARGUMENT or code in UNSUPPORTED else code
     return NvmlRefused(
         code or UNREADABLE, str(gpu.nvml.NVMLError(code)) if code else f"type {kind}"
     )
 
 
-def _put(gpu: NvmlCaller, place: str, value: int | None) -> None:
+def _store(gpu: NvmlCaller, place: str, value: int | None) -> None:
     if value is not None:
         gpu.found[place] = value
 
 
-def _put_or_ask(
+def _store_or_query(
     gpu: NvmlCaller, place: str, value: int | NvmlRefused, instead: str, *args: object
 ) -> None:
-    """Put the value of a field; *instead* is the older call for the same number."""
+    """Store the value of a field; *instead* is the older call for the same number."""
     if isinstance(value, NvmlRefused):
-        gpu.tell(place, instead, *args)
+        gpu.store(place, instead, *args)
     else:
         gpu.found[place] = value
 
 
-def _taken(gpu: NvmlCaller, values: Values, field: Field) -> int | None:
+def _value_or_none(gpu: NvmlCaller, values: Values, field: Field) -> int | None:
     value = values[field]
     if not isinstance(value, NvmlRefused):
         return value
@@ -152,7 +152,7 @@ def _taken(gpu: NvmlCaller, values: Values, field: Field) -> int | None:
 
 
 def _retired(gpu: NvmlCaller, values: Values) -> None:
-    single, double, pending = (_taken(gpu, values, (name, 0)) for name in _RETIRED)
+    single, double, pending = (_value_or_none(gpu, values, (name, 0)) for name in _RETIRED)
     if single is not None and double is not None and pending is not None:
         gpu.found["retired"] = RetiredPages(
             single_bit=single, double_bit=double, pending=bool(pending)
@@ -184,17 +184,17 @@ def _link(gpu: NvmlCaller, values: Values, link: int) -> NvLink:
 
 
 def _first(gpu: NvmlCaller, values: Values, sources: Sequence[Field]) -> int | None:
-    """Return the first of *sources* that tells; where none does, note why the first does not."""
+    """Return the first value of *sources*; without any, record the error of the first."""
     known = [field for field in sources if field in values]
     for field in known:
         value = values[field]
         if not isinstance(value, NvmlRefused):
             return value
-    return _taken(gpu, values, known[0])
+    return _value_or_none(gpu, values, known[0])
 
 
 def _active(gpu: NvmlCaller, state: int | NvmlRefused, link: int) -> bool | None:
     if isinstance(state, NvmlRefused):
-        active = gpu.answer("nvmlDeviceGetNvLinkState", link)
+        active = gpu.query("nvmlDeviceGetNvLinkState", link)
         return None if active is None else bool(active)
     return state in _UP

@@ -1,7 +1,7 @@
-"""Ask NVML of all GPUs at once, in threads, until time is up.
+"""Read all GPUs from NVML in parallel, in threads, until a deadline.
 
-ctypes lets other threads run while a call is in the driver, so a GPU that is slow or hung costs
-the others nothing. A thread that gives no answer is left where it is; its asker names the call.
+ctypes releases the interpreter lock during a call, so a slow or hung GPU does not delay the others.
+A thread that does not return is abandoned; its `NvmlCaller` has the call.
 """
 
 import threading
@@ -28,16 +28,16 @@ from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import from_json, to_json
 
-# Of the child's time, kept for writing what there is down while a call still hangs.
+# The share of the child's time that is reserved for writing the results while a call hangs.
 _WRITE_S = 0.3
 _WRITE_SHARE = 0.25
 
 
 def read_nvml(deadline_s: float, root: Path = Path("/")) -> NvmlSnapshot:
-    """Return what NVML says within *deadline_s*; never raises and never hangs.
+    """Return what NVML reports within *deadline_s*; never raises and never hangs.
 
-    A call that hangs keeps its thread, and with it the child; what the others were told is here
-    all the same. Names of processes are those of *root*.
+    A hung call blocks its thread, and with it the child; the results of other calls are returned
+    nevertheless. Names of processes are those of *root*.
     """
     until_s = time.monotonic() + deadline_s - min(_WRITE_S, _WRITE_SHARE * deadline_s)
     try:
@@ -48,34 +48,34 @@ def read_nvml(deadline_s: float, root: Path = Path("/")) -> NvmlSnapshot:
             left=abandoned(),
         )
     except ProbeError as exc:
-        return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
+        return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"reading NVML: {exc}")
     return snapshot_from(probe.run(child), root)
 
 
 def snapshot_from(outcome: probe.ProbeOutcome, root: Path) -> NvmlSnapshot:
-    """Return what the child of *outcome* said of NVML, or what its silence means.
+    """Return the snapshot of the child of *outcome*, or what its timeout means.
 
-    What it said counts although it could not end: a thread in the kernel keeps its process.
+    A snapshot counts even if the child could not exit: a thread in the kernel blocks its process.
     """
     try:
-        said = from_json(NvmlSnapshot, probe.last_words(outcome), "the NVML snapshot")
+        snapshot = from_json(NvmlSnapshot, probe.read_answer(outcome), "the NVML snapshot")
     except ProbeError as exc:
         late = outcome.ending is not probe.ProbeEnd.ENDED
         return NvmlSnapshot(
             status=NvmlStatus.TIMEOUT if late else NvmlStatus.CRASH,
-            error=f"NVML {exc}" if late else f"asking NVML: {exc}",
+            error=f"NVML {exc}" if late else f"reading NVML: {exc}",
             state=outcome.state,
             hung_s=round(outcome.elapsed_s, 3) if late else None,
         )
     except (ConfigError, ValueError) as exc:
-        return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"asking NVML: {exc}")
-    return _named(replace(said, state="D" if outcome.state == "D" else said.state), root)
+        return NvmlSnapshot(status=NvmlStatus.CRASH, error=f"reading NVML: {exc}")
+    return _named(replace(snapshot, state="D" if outcome.state == "D" else snapshot.state), root)
 
 
 def snapshot_here(until_s: float) -> NvmlSnapshot:
-    """Return what NVML says to this very process until *until_s* (monotonic).
+    """Return what NVML reports to this process until *until_s* (monotonic).
 
-    Call it in a child: threads that hang outlive it, and loading the library can block.
+    Call it in a child: hung threads continue after it, and loading the library can block.
     """
     import pynvml
 
@@ -94,7 +94,7 @@ def _with_names(gpu: NvmlGpu, root: Path) -> NvmlGpu:
 
 
 def _name(process: GpuProcess, root: Path) -> str | None:
-    """Return what the kernel calls it; a container sees no other processes, or all as pid 0."""
+    """Return its name in the kernel; a container sees no other processes, or all as pid 0."""
     try:
         text = (root / f"proc/{process.pid}/comm").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -103,7 +103,7 @@ def _name(process: GpuProcess, root: Path) -> str | None:
 
 
 class NvmlSession:
-    """One round of questions to NVML, through pynvml."""
+    """One read of all GPUs through pynvml."""
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401 a module without types
         self._nvml = nvml
@@ -113,59 +113,59 @@ class NvmlSession:
         self._threads: list[threading.Thread] = []
 
     def run(self, until_s: float) -> NvmlSnapshot:
-        """Return what came until *until_s* (monotonic)."""
+        """Return the results until *until_s* (monotonic)."""
         self._start(self._opening, self._open)
         # A thread starts others before it ends, so the list has grown when its `join` returns.
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return snapshot_of(self._opening, self._system, self._gpus, time.monotonic())
 
-    def _start(self, asker: NvmlCaller, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=_ask, args=(asker, work), daemon=True)
+    def _start(self, caller: NvmlCaller, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=_run_calls, args=(caller, work), daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            # This machine gives no more threads: one after another is slower, and as true.
-            _ask(asker, work)
+            # No more threads can be started: calls in sequence are slower and equally correct.
+            _run_calls(caller, work)
         else:
             self._threads.append(thread)
 
     def _open(self) -> None:
-        self._opening.ask("nvmlInit")
-        count = self._opening.ask("nvmlDeviceGetCount")
+        self._opening.call_nvml("nvmlInit")
+        count = self._opening.call_nvml("nvmlDeviceGetCount")
         self._gpus.extend([NvmlCaller(self._nvml)] for _ in range(count))
-        self._start(self._system, self._ask_system)
+        self._start(self._system, self._read_system)
         for index in range(count):
-            self._start(self._gpus[index][0], partial(self._ask_gpu, index))
+            self._start(self._gpus[index][0], partial(self._read_gpu, index))
 
-    def _ask_system(self) -> None:
+    def _read_system(self) -> None:
         for place, call in (
             ("driver", "nvmlSystemGetDriverVersion"),
             ("nvml_version", "nvmlSystemGetNVMLVersion"),
         ):
             try:
-                self._system.found[place] = self._system.ask(call)
+                self._system.found[place] = self._system.call_nvml(call)
             except NvmlRefused:
                 continue
 
-    def _ask_gpu(self, index: int) -> None:
-        askers = self._gpus[index]
-        handle = askers[0].ask("nvmlDeviceGetHandleByIndex", index)
+    def _read_gpu(self, index: int) -> None:
+        callers = self._gpus[index]
+        handle = callers[0].call_nvml("nvmlDeviceGetHandleByIndex", index)
         groups = [(group, NvmlCaller(self._nvml, handle)) for group in GROUPS]
-        askers.extend(asker for _, asker in groups)
-        for group, asker in groups:
-            self._start(asker, partial(group, asker))
+        callers.extend(caller for _, caller in groups)
+        for group, caller in groups:
+            self._start(caller, partial(group, caller))
 
 
-def _ask(asker: NvmlCaller, work: Callable[[], None]) -> None:
+def _run_calls(caller: NvmlCaller, work: Callable[[], None]) -> None:
     try:
         work()
     except GpuLostError:
         return
     except NvmlRefused as refused:
-        asker.errors.append(CallError(asker.call, refused.code, refused.text))
+        caller.errors.append(CallError(caller.call, refused.code, refused.text))
     except Exception as exc:  # noqa: BLE001 boundary: a bug in one reader must not lose the others
         text = f"{type(exc).__name__}: {exc}"
-        asker.errors.append(CallError(asker.call, UNREADABLE, text))
+        caller.errors.append(CallError(caller.call, UNREADABLE, text))
     finally:
-        asker.finished = True
+        caller.finished = True

@@ -1,4 +1,4 @@
-"""One snapshot of what the askers were told, and of what they still wait for."""
+"""One snapshot of the callers' results, and of their hung calls."""
 
 import os
 from collections import defaultdict
@@ -48,17 +48,17 @@ class _Hang:
 def snapshot_of(
     opening: NvmlCaller, system: NvmlCaller, gpus: Sequence[Sequence[NvmlCaller]], now_s: float
 ) -> NvmlSnapshot:
-    """Return what *opening* NVML, its *system* and its *gpus* told until *now_s* (monotonic).
+    """Return the results of *opening* NVML, of *system* and *gpus* until *now_s* (monotonic).
 
-    An asker that has not finished hangs in its last call.
+    A caller that has not finished hangs in its last call.
     """
     hangs = _hangs([opening], now_s)
     if opening.errors:
         return _refused(opening)
     if hangs:
         return _timed_out(hangs, ())
-    found = tuple(_gpu(index, askers, now_s) for index, askers in enumerate(gpus))
-    hangs = _hangs([*(asker for askers in gpus for asker in askers), system], now_s)
+    found = tuple(_gpu(index, callers, now_s) for index, callers in enumerate(gpus))
+    hangs = _hangs([*(caller for callers in gpus for caller in callers), system], now_s)
     if found and all(gpu.hung_call and gpu.uuid is None for gpu in found):
         return _timed_out(hangs, found)
     return NvmlSnapshot(
@@ -94,49 +94,49 @@ def _timed_out(hangs: Sequence[_Hang], gpus: tuple[NvmlGpu, ...]) -> NvmlSnapsho
     )
 
 
-def _gpu(index: int, askers: Sequence[NvmlCaller], now_s: float) -> NvmlGpu:
-    errors = tuple(error for asker in askers for error in tuple(asker.errors))
+def _gpu(index: int, callers: Sequence[NvmlCaller], now_s: float) -> NvmlGpu:
+    errors = tuple(error for caller in callers for error in tuple(caller.errors))
     lost = [error for error in errors if error.code == GPU_IS_LOST]
     unknown = [error for error in errors if error.call in _IDENTITY]
     error = next(iter((*lost, *unknown)), None)
-    hang = next(iter(_hangs(askers, now_s)), None)
+    hang = next(iter(_hangs(callers, now_s)), None)
     return NvmlGpu(
         index=index,
         error=None if error is None else f"{error.call}: {error.text}",
         error_code=None if error is None else error.code,
         errors=errors,
-        unsupported=tuple(dict.fromkeys(call for asker in askers for call in asker.unsupported)),
+        unsupported=tuple(dict.fromkeys(call for caller in callers for call in caller.unsupported)),
         hung_call=None if hang is None else hang.call,
         hung_s=None if hang is None else hang.waited_s,
-        **_values(askers),
+        **_values(callers),
     )
 
 
-def _values(askers: Iterable[NvmlCaller]) -> dict[str, Any]:
-    """Return all that was told, ``"temperature.core_c"`` as a part of its `Temperatures`."""
+def _values(callers: Iterable[NvmlCaller]) -> dict[str, Any]:
+    """Return all values, ``"temperature.core_c"`` as a field of `Temperatures`."""
     values: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = defaultdict(dict)
-    for asker in askers:
-        for place, value in dict(asker.found).items():
+    for caller in callers:
+        for place, value in dict(caller.found).items():
             part, dot, name = place.partition(".")
             if dot:
                 parts[part][name] = value
             else:
                 values[place] = value
-    return values | {part: _PARTS[part](**told) for part, told in parts.items()}
+    return values | {part: _PARTS[part](**values_of) for part, values_of in parts.items()}
 
 
-def _hangs(askers: Iterable[NvmlCaller], now_s: float) -> list[_Hang]:
+def _hangs(callers: Iterable[NvmlCaller], now_s: float) -> list[_Hang]:
     found = []
-    for asker in askers:
-        if not asker.finished:
-            thread = thread_state(os.getpid(), asker.thread_id)
+    for caller in callers:
+        if not caller.finished:
+            thread = thread_state(os.getpid(), caller.thread_id)
             state = None if thread is None else thread.state
-            found.append(_Hang(asker.call, round(now_s - asker.since_s, 3), state))
+            found.append(_Hang(caller.call, round(now_s - caller.since_s, 3), state))
     return found
 
 
 def _worst(hangs: Iterable[_Hang]) -> str | None:
-    """Return D where any thread is in it: that call no signal ends."""
+    """Return D if any thread is in it: no signal ends that call."""
     states = [hang.state for hang in hangs]
     return "D" if "D" in states else next(iter(states), None)

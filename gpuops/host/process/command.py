@@ -1,8 +1,8 @@
-"""Other people's programs: found below a root, asked with bounds, or started and left alone.
+"""Run other programs: find them below a root, run them with bounds, or start them detached.
 
-A program that is asked may print without end, ignore SIGTERM, fork, or hang inside the kernel. So
-it gets its own session, what it prints is read as it comes and dropped beyond a bound, and nobody
-waits for its pipes to close: a grandchild may hold them for ever.
+A program may print without end, ignore SIGTERM, fork, or hang inside the kernel. So it gets its own
+session, its output is read as it comes and dropped beyond a bound, and its pipes are not waited
+for: a grandchild may hold them open forever.
 """
 
 import errno
@@ -42,9 +42,9 @@ class CommandEnd:
 def run_bounded(
     argv: Sequence[str], env: Mapping[str, str], deadline_s: float, is_over: Callable[[], bool]
 ) -> CommandEnd | None:
-    """Return how *argv* ended, None where *is_over* said so first; at most *deadline_s* later.
+    """Return how *argv* ended within *deadline_s*, None if *is_over* returned True first.
 
-    A command that cannot be started ends with 127, as in a shell. From any thread.
+    A command that cannot be started ends with 127, as in a shell. Call it from any thread.
     """
     with _memory_file("output") as output, _memory_file("errors") as errors:
         started_s = time.monotonic()
@@ -75,9 +75,9 @@ def run_bounded(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill *process* and all that it has started, whatever sessions they are in."""
+    """Kill *process* and all its descendants, whatever sessions they are in."""
     with suppress(OSError):
-        # Stopped, it starts nothing more while its children are counted.
+        # While stopped it cannot start further children.
         process.send_signal(signal.SIGSTOP)
         for pid in (process.pid, *descendants(process.pid)):
             with suppress(OSError):
@@ -98,7 +98,7 @@ def _content(file: BinaryIO) -> bytes:
 DIRECTORIES = ("usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin")
 BYTES_MAX = 2**20
 _PATH = ":".join(f"/{directory}" for directory in DIRECTORIES)
-# Nothing of the caller's: a job's LD_PRELOAD or LANG must not reach a program that root runs.
+# Not the caller's environment: a job's LD_PRELOAD or LANG must not reach a program of root.
 _ENVIRONMENT = MappingProxyType({"PATH": _PATH, "LC_ALL": "C", "HOME": "/"})
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _CHUNK = 65536
@@ -110,11 +110,11 @@ _ORPHAN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAnswer:
-    """What a program said.
+    """The output and exit of a program.
 
-    ``exit_code`` is negative for a signal and None where it did not end in time. ``cut``: it
-    printed more than was kept. ``stuck``: it could not be killed, or was inside the kernel when
-    its time was over. ``ending`` is a sentence's end: ``exited with code 3``.
+    ``exit_code`` is negative for a signal and None if it did not end in time. ``cut``: the output
+    was truncated. ``stuck``: it could not be killed, or was inside the kernel at its deadline.
+    ``ending`` is for messages: ``exited with code 3``.
     """
 
     exit_code: int | None
@@ -127,15 +127,15 @@ class CommandAnswer:
     stuck: bool = False
 
     def first_line(self, length_max: int = 200) -> str:
-        """Return the first line that says something, of the errors or else of the output."""
+        """Return the first non-empty line of the errors or else of the output."""
         lines = (line.strip() for text in (self.errors, self.output) for line in text.split("\n"))
         return next((line[:length_max] for line in lines if line), "")
 
 
 def find(root: Path, name: str) -> Path | None:
-    """Return the executable *name* below *root*, None where there is none.
+    """Return the executable *name* below *root*, None if there is none.
 
-    A *name* with a slash is a path from the root; others are looked for in `DIRECTORIES`, never in
+    A *name* with a slash is a path from the root; others are searched in `DIRECTORIES`, never in
     the caller's ``PATH``.
     """
     places = [name] if "/" in name else [f"{directory}/{name}" for directory in DIRECTORIES]
@@ -157,7 +157,7 @@ class _Stream:
     open: bool = True
 
     def drain(self) -> None:
-        """Read what is there, without waiting and without end for one who prints for ever."""
+        """Read what is available, without blocking, at most `_CHUNKS_A_TURN` chunks."""
         for _ in range(_CHUNKS_A_TURN):
             try:
                 chunk = os.read(self.fd, _CHUNK)
@@ -170,7 +170,7 @@ class _Stream:
             self.kept += chunk[: max(self.room - len(self.kept), 0)]
 
     def text(self) -> str:
-        """Return what was kept; bytes that are no UTF-8 are replaced."""
+        """Return what was kept; invalid UTF-8 is replaced."""
         return self.kept.decode("utf-8", errors="replace")
 
 
@@ -183,16 +183,16 @@ def ask(
     env: Mapping[str, str] = _NOTHING,
     unless_stuck: bool = False,
 ) -> CommandAnswer:
-    """Return what *argv* (an absolute path first) says within *timeout_s*, or that it did not.
+    """Run *argv* (an absolute path first) for at most *timeout_s*; return its output and exit.
 
-    Takes `gpuops.host.process.probe.STOP_S` longer at the most. *bytes_max* bytes are kept of each
+    Takes at most `gpuops.host.process.probe.STOP_S` longer. *bytes_max* bytes are kept of each
     stream. With *unless_stuck* it is not started while an earlier one with the same arguments is
-    inside the kernel: each would be left behind until the next boot. The program runs in ``/`` with
-    *env* and a fixed ``PATH``. The caller must have a single thread.
+    inside the kernel: each would stay until the next boot. The program runs in ``/`` with *env* and
+    a fixed ``PATH``. The caller must have a single thread.
 
     Raises:
-        ProbeError: It cannot be started (``missing_tool``, ``no_permission``), or this machine is
-            out of processes or files (``crash``).
+        ProbeError: It cannot be started (``missing_tool``, ``no_permission``), or this machine has
+            no processes or files left (``crash``).
     """
     words = [os.fspath(word) for word in argv]
     if unless_stuck and (pid := _stuck(words)) is not None:
@@ -211,7 +211,7 @@ def ask(
         pid = _fork(words)
         if pid == 0:
             ends = source, output[1], errors[1], trouble[1]
-            _become(words, ends, {**_ENVIRONMENT, **env}, timeout_s)
+            _exec_child(words, ends, {**_ENVIRONMENT, **env}, timeout_s)
         for end in (output[1], errors[1], trouble[1]):
             os.close(end)
         null = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
@@ -236,7 +236,7 @@ Pipe = tuple[int, int]
 
 @contextmanager
 def _files(stdin: str) -> Iterator[tuple[int, Pipe, Pipe, Pipe]]:
-    """Give standard input and three pipes whose reading ends do not block."""
+    """Yield standard input and three pipes whose reading ends do not block."""
     fds: list[int] = []
     try:
         fds.append(os.memfd_create("input"))
@@ -264,13 +264,13 @@ def _fork(words: Sequence[str]) -> int:
         raise ProbeError(text, UnknownReason.CRASH) from exc
 
 
-def _become(
+def _exec_child(
     words: Sequence[str],
     ends: tuple[int, int, int, int],
     env: Mapping[str, str],
     timeout_s: float,
 ) -> NoReturn:
-    """Turn this forked child into the program; say in the last of *ends* why it cannot be."""
+    """Execute the program in this forked child; the last of *ends* gets the errno on failure."""
     try:
         os.setsid()
         os.chdir("/")
@@ -283,7 +283,7 @@ def _become(
         ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # A timer outlives exec: should its parent die first, the program still ends soon after.
+        # The timer survives exec: if the parent dies first, the program still ends soon after.
         signal.setitimer(signal.ITIMER_REAL, max(timeout_s, 0.0) + probe.STOP_S + _ORPHAN_S)
         for target, end in enumerate(ends[:3]):
             os.dup2(end, target)
@@ -318,11 +318,11 @@ def _wait(streams: tuple[_Stream, _Stream], pause_s: float) -> None:
 
 def _check_started(trouble: int, program: str) -> None:
     try:
-        said = os.read(trouble, 16)
+        data = os.read(trouble, 16)
     except BlockingIOError:
         return
-    if said:
-        number = int(said)
+    if data:
+        number = int(data)
         reason = {
             errno.ENOENT: UnknownReason.MISSING_TOOL,
             errno.EACCES: UnknownReason.NO_PERMISSION,
@@ -349,10 +349,10 @@ def _arguments(pid: int) -> bytes | None:
 def spawn_detached(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Start *argv* (an absolute path first) in its own session without our files; return its pid.
 
-    Nothing waits for it. A caller that lives on leaves a zombie until it reaps that pid.
+    It is not waited for: it becomes a zombie until the caller reaps it or ends.
 
     Raises:
-        OSError: It could not be started.
+        OSError: It cannot be started.
     """
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

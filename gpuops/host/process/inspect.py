@@ -1,15 +1,13 @@
-"""Processes from outside, untouched: state, threads, children, what is left after SIGKILL.
+"""Inspect other processes: state, threads, children, result of a SIGKILL.
 
-Nothing here stops the process or waits for it (no ptrace), so it also works on one in state D.
+Nothing here stops the process or waits for it (no ptrace), so it also works for state D.
 
-The main thread of a process that ends is a zombie as long as another thread stays in the kernel,
-so ``/proc/PID/stat`` alone does not tell of a driver call that no signal ends.
+The main thread of an exiting process is a zombie while another thread is in the kernel, so
+``/proc/PID/stat`` alone does not reveal a driver call that no signal ends.
 
-What is left of a process that was sent SIGKILL: nothing, one that is being taken apart, or more.
-
-The kernel takes a process apart in its own name: the memory of one that held a hundred GiB is
-given back for seconds, in which it can be seen and does nothing else. A process that waits inside
-the kernel for a device, or for a file system, may stay for ever.
+After SIGKILL a process has ended, is exiting, or is stuck. Freeing a hundred GiB of memory takes
+the kernel seconds, in which the process is still visible. A process that waits inside the kernel
+for a device, or for a file system, may stay forever.
 """
 
 import os
@@ -23,13 +21,13 @@ from pathlib import Path
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
 
-_PASSES = 3  # what is found may be starting another one just then
+_PASSES = 3  # a process may start another one during a pass
 
 
 def kill_env_tagged(name: str, value: str, root: Path = Path("/")) -> list[int]:
-    """SIGKILL the processes of this user that carry ``name=value``; return which; waits for none.
+    """SIGKILL the processes of this user with ``name=value``; return their pids without waiting.
 
-    One that hides its environment, or has overwritten it, is not found.
+    Processes that hide or have overwritten their environment are not found.
     """
     mark = f"{name}={value}".encode()
     killed: list[int] = []
@@ -42,7 +40,7 @@ def kill_env_tagged(name: str, value: str, root: Path = Path("/")) -> list[int]:
 
 
 def _own(proc: Path) -> list[int]:
-    """Return the processes of this user, but for this one."""
+    """Return the processes of this user, except this one."""
     uid, mine, found = os.geteuid(), os.getpid(), []
     with suppress(OSError), os.scandir(proc) as entries:
         for entry in entries:
@@ -53,7 +51,7 @@ def _own(proc: Path) -> list[int]:
 
 
 def _kill(pid: int, mark: bytes, root: Path) -> bool:
-    # The descriptor first: what is read below is then of the process that it stands for.
+    # The descriptor first, so that the environment read below is of the same process.
     try:
         process = os.pidfd_open(pid)
     except OSError:
@@ -75,28 +73,28 @@ _ENDED = ("Z", "X")
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """The state letter of a thread (proc(5)), and the kernel function it waits in, where told."""
+    """The state letter of a thread (proc(5)), and the kernel function it waits in, if known."""
 
     state: str
     wchan: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Return whether the thread runs no more."""
+        """Return whether the thread has ended."""
         return self.state in _ENDED
 
 
 def process_state(pid: int, root: Path = Path("/")) -> ThreadState | None:
     """Return the state of *pid*: of its thread in state D, else of its main thread, else of any.
 
-    A thread that has ended speaks only where all have; None where the process is gone.
+    An ended thread counts only if all have ended; None if the process is gone.
     """
     found = [thread_state(pid, thread_id, root) for thread_id in _thread_ids(pid, root)]
     return max((state for state in found if state is not None), key=_weight, default=None)
 
 
 def thread_state(pid: int, thread_id: int, root: Path = Path("/")) -> ThreadState | None:
-    """Return the state of one thread of *pid*, None where it is gone."""
+    """Return the state of one thread of *pid*, None if it is gone."""
     task = root / f"proc/{pid}/task/{thread_id}"
     stat = parse_stat(_text(task / "stat"))
     if stat is None:
@@ -132,12 +130,12 @@ _UTIME, _STIME = 11, 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessLook:
-    """What ``/proc`` says of a process at one moment.
+class ProcessDetails:
+    """The state of a process in ``/proc`` at one moment.
 
-    ``state`` is D where any of its threads is in D, else its main thread's; ``wchan`` and
-    ``kernel_stack`` are of that thread (the stack for root only). ``io_bytes`` is None where
-    another user's process does not tell.
+    ``state`` is D if any of its threads is in D, else its main thread's; ``wchan`` and
+    ``kernel_stack`` are of that thread (the stack for root only). ``io_bytes`` is None if it may
+    not be read.
     """
 
     state: str
@@ -148,20 +146,20 @@ class ProcessLook:
     caught: frozenset[int] = frozenset()
 
 
-def look_at(pid: int, root: Path = Path("/")) -> ProcessLook | None:
-    """Return what there is to see of *pid*, None where it is gone."""
+def read_details(pid: int, root: Path = Path("/")) -> ProcessDetails | None:
+    """Return the details of *pid*, None if it is gone."""
     folder = root / f"proc/{pid}"
-    whole = process_state(pid, root)
+    overall = process_state(pid, root)
     text = text_of(folder / "stat") or ""
-    if whole is None or parse_stat(text) is None:
+    if overall is None or parse_stat(text) is None:
         return None
     fields = text.rpartition(")")[2].split()
     ticks = int(fields[_UTIME]) + int(fields[_STIME])
     kernel = text_of(folder / "stack") or ""
     io = _IO.findall(text_of(folder / "io") or "")
-    return ProcessLook(
-        state=whole.state,
-        wchan=whole.wchan,
+    return ProcessDetails(
+        state=overall.state,
+        wchan=overall.wchan,
         kernel_stack=tuple(line.strip() for line in kernel.splitlines()[:_STACK_LINES_MAX]),
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         io_bytes=sum(map(int, io)) if io else None,
@@ -202,18 +200,18 @@ _PF_EXITING = 0x4
 
 
 class KillOutcome(StrEnum):
-    """What is left of a process."""
+    """The result of a SIGKILL."""
 
-    NOTHING = "nothing"  # but its exit code
+    NOTHING = "nothing"  # it has ended
     EXITING = "exiting"
     STUCK = "stuck"
 
 
-def left_of(pid: int, root: Path = Path("/")) -> KillOutcome:
-    """Return what is left of *pid* by one look at all its threads.
+def kill_outcome(pid: int, root: Path = Path("/")) -> KillOutcome:
+    """Return the state of *pid* after SIGKILL by one pass over its threads.
 
-    `KillOutcome.STUCK`, where one is in state D, or runs as if nothing had been sent; a single look
-    may find so of one that exits, too.
+    `KillOutcome.STUCK` if a thread is in state D, or runs as before the signal; a single pass may
+    also find this for one that is exiting.
     """
     found = [fields for thread in _threads(pid, root) if (fields := _fields(thread))]
     living = [(state, flags) for state, flags in found if state not in _ENDED]
@@ -231,7 +229,7 @@ def _threads(pid: int, root: Path) -> list[Path]:
 
 
 def _fields(thread: Path) -> tuple[str, int] | None:
-    """Return state and flags of *thread*, None where it is gone."""
+    """Return state and flags of *thread*, None if it is gone."""
     fields = (text_of(thread / "stat") or "").rpartition(")")[2].split()
     try:
         return fields[0], int(fields[_FLAGS])

@@ -1,15 +1,14 @@
-"""Run what may hang in a child process, and never wait for it without a bound.
+"""Run a function that may hang in a child process, with a bounded wait.
 
 A call into a driver or a dead mount can block inside the kernel, where not even SIGKILL ends it.
 So each such call is made by a child with its own session and a deadline: SIGTERM, a short grace,
-SIGKILL of its whole group, a short grace, and then the child is abandoned and reported as hung.
-The next run finds it by its name and reports it again, so that at most one is left per question.
+SIGKILL of its process group, a short grace, and then the child is abandoned and reported as hung.
+The next run finds it by its name and reports it again, so that at most one remains per question.
 
-Why fork without exec: a fresh interpreter costs 10 ms and its imports again, for each of the
-dozens of mounts of a login-heavy node; a fork costs one. It is safe because `gpuops check` has a
-single thread; a process with threads (the agent) runs `gpuops check` as a command instead.
-Why memory files: a pipe held by an abandoned child never reaches its end, and a temporary file
-needs a disk, which may be the thing that hangs.
+Fork without exec: a fresh interpreter and its imports cost 10 ms for each of a node's dozens of
+mounts, a fork 1 ms. It is safe because `gpuops check` has a single thread; a process with threads
+(the agent) runs `gpuops check` as a command instead. Memory files: a pipe held by an abandoned
+child never reaches its end, and a temporary file needs a disk, which may be what hangs.
 """
 
 import json
@@ -33,7 +32,7 @@ from gpuops.model import UnknownReason
 TERM_GRACE_S = 0.2
 KILL_GRACE_S = 0.3
 STOP_S = TERM_GRACE_S + KILL_GRACE_S
-# What a child that SIGTERM can end needs for it.
+# How long a child takes to end on SIGTERM.
 _SIGTERM_S = 0.05
 _ORPHAN_S = 1.0
 OUTPUT_MAX = 8 * 2**20
@@ -45,7 +44,7 @@ Signaller = Callable[[int, int], None]
 
 
 class ProbeEnd(StrEnum):
-    """How a child came to its end."""
+    """How a child ended."""
 
     ENDED = "ended"
     TIMEOUT = "timeout"
@@ -54,12 +53,12 @@ class ProbeEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOutcome:
-    """What came of a child.
+    """The result of a child.
 
-    ``exit_code`` is negative for a signal and None where nobody can say. ``state`` is the letter
-    of proc(5) at the deadline (``D``: inside the kernel, with any of its threads) and ``wchan``
-    the kernel function it waited in; both None for a child that ended in time. ``output`` is what
-    it had written, which can be a whole answer though the child did not end.
+    ``exit_code`` is negative for a signal and None if unknown. ``state`` is the letter of proc(5)
+    at the deadline (``D``: any of its threads is inside the kernel) and ``wchan`` the kernel
+    function it waited in; both None for a child that ended in time. ``output`` is what it had
+    written, which can be a complete answer even if the child did not end.
     """
 
     ending: ProbeEnd
@@ -97,13 +96,13 @@ class _Stage(Enum):
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send signal *number* to the process group of *pid*; gone already is fine."""
+    """Send signal *number* to the process group of *pid*, if it still exists."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
         pass
     except PermissionError:
-        # The group changed its user (setuid); its leader is still ours to try.
+        # The group changed its user (setuid); try its leader alone.
         _signal_one(pid, number)
 
 
@@ -116,7 +115,7 @@ def _signal_one(pid: int, number: int) -> None:
 
 @dataclass(slots=True)
 class ProbeChild:
-    """One running child; `watch` takes it to its `Outcome`."""
+    """One running child; `watch` advances it until its `ProbeOutcome`."""
 
     pid: int
     deadline_s: float
@@ -131,7 +130,7 @@ class ProbeChild:
     _still: ProbeOutcome | None = None
 
     def advance(self, now_s: float) -> ProbeOutcome | None:
-        """Do what is due at *now_s* (monotonic); return the outcome once there is one."""
+        """Take the step due at *now_s* (monotonic); return the outcome once there is one."""
         if self._still is not None:
             return self._still
         if self._has_ended():
@@ -153,13 +152,13 @@ class ProbeChild:
 
     def _has_ended(self) -> bool:
         try:
-            # Looked at before it is reaped: until then nobody else can have its group's number.
+            # Checked before it is reaped: until then its group id cannot be reused.
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
             self.signaller(self.pid, signal.SIGKILL)
             self._ended = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:
-            # Our parent had us ignore SIGCHLD, so the kernel reaped it and kept no exit code.
+            # This process ignores SIGCHLD by inheritance, so the kernel discarded the exit code.
             self._ended = None
         return True
 
@@ -204,13 +203,13 @@ def start_call(
 ) -> ProbeChild:
     """Start *function* in a forked child; what it returns must be serialisable to JSON.
 
-    The child is named after its *question*. Where one of the same name is among those *left*
-    behind (`gpuops.host.process.run_with_deadline`) and should have ended long ago, it is taken as
-    hung still and no other is started. The caller must have a single thread. Read the result with
+    The child is named after its *question*. If one of the same name is among those *left* behind
+    (`gpuops.host.process.run_with_deadline.abandoned`) and is past its deadline, it is reported as
+    still hung and no other is started. The caller must have a single thread. Read the result with
     `answer`.
 
     Raises:
-        ProbeError: No process or file can be had (``crash``): this machine is out of them.
+        ProbeError: This machine has no processes or files left (``crash``).
     """
     name = None if question is None else name_of(question)
     earlier = left.get(name) if name is not None else None
@@ -225,7 +224,7 @@ def start_call(
         os.close(errors)
         raise ProbeError(f"cannot fork: {exc.strerror}", UnknownReason.CRASH) from exc
     if pid == 0:
-        _be_the_child(function, output, errors, deadline_s, name)
+        _run_child(function, output, errors, deadline_s, name)
     return ProbeChild(pid, deadline_s, started_s, output, errors, signaller)
 
 
@@ -244,9 +243,9 @@ def _still_hung(earlier: AbandonedProcess) -> ProbeChild:
 def watch(
     children: Iterable[ProbeChild], more: Callable[[], Iterable[ProbeChild]] = tuple
 ) -> Iterator[tuple[ProbeChild, ProbeOutcome]]:
-    """Yield each child with its outcome, as they come; ends `STOP_S` after the last deadline.
+    """Yield each child with its outcome as they end, at most `STOP_S` after the last deadline.
 
-    *more* is asked after each outcome for children that shall be watched as well.
+    *more* is called after each outcome for further children to watch.
     """
     waiting = list(children)
     pause_s = _POLL_MIN_S
@@ -266,7 +265,7 @@ def watch(
 
 
 def within(child: ProbeChild, seconds: float) -> ProbeOutcome | None:
-    """Return the outcome of *child* if it comes within *seconds*, else None: it goes on alone."""
+    """Return the outcome of *child* within *seconds*, else None; it continues on its own."""
     until_s = time.monotonic() + seconds
     while (outcome := child.advance(time.monotonic())) is None and time.monotonic() < until_s:
         time.sleep(_POLL_MIN_S)
@@ -283,36 +282,36 @@ def answer(outcome: ProbeOutcome) -> Any:  # noqa: ANN401 JSON of whatever the f
     """Return what the function of `start_call` returned.
 
     Raises:
-        ProbeError: The function's own; ``timeout`` where it gave no answer in time; ``crash``
-            where it raised or its process died, with the traceback as a note.
+        ProbeError: The function's own; ``timeout`` if it did not return in time; ``crash`` if it
+            raised or its process died, with the traceback as a note.
     """
     if outcome.ending is not ProbeEnd.ENDED:
         raise ProbeError(outcome.describe(), UnknownReason.TIMEOUT)
-    return last_words(outcome)
+    return read_answer(outcome)
 
 
-def last_words(outcome: ProbeOutcome) -> Any:  # noqa: ANN401 as above
-    """Return what the function of `start_call` returned, also from a process that did not end.
+def read_answer(outcome: ProbeOutcome) -> Any:  # noqa: ANN401 as above
+    """Return what the function of `start_call` returned, even from a process that did not end.
 
-    A function that returns while a thread of its process is inside the kernel has given its
-    answer, though the process then had to be killed or left behind.
+    A function can return while another thread of its process is inside the kernel; the process then
+    has to be killed or abandoned.
 
     Raises:
         ProbeError: See `answer`.
     """
     try:
-        said = json.loads(outcome.output)
+        body = json.loads(outcome.output)
     except ValueError:
         if outcome.ending is not ProbeEnd.ENDED:
             raise ProbeError(outcome.describe(), UnknownReason.TIMEOUT) from None
         raise ProbeError(
             f"its process {outcome.describe()} without an answer", UnknownReason.CRASH
         ) from None
-    if "value" in said:
-        return said["value"]
-    error = ProbeError(said["error"], UnknownReason(said["reason"]))
-    if said.get("traceback"):
-        error.add_note(said["traceback"])
+    if "value" in body:
+        return body["value"]
+    error = ProbeError(body["error"], UnknownReason(body["reason"]))
+    if body.get("traceback"):
+        error.add_note(body["traceback"])
     raise error
 
 
@@ -323,7 +322,7 @@ def ask(
     question: str,
     left: Mapping[str, AbandonedProcess],
 ) -> Any:  # noqa: ANN401 JSON of whatever the function returned
-    """Return what *function* gives in a child; the arguments are those of `start_call`.
+    """Return what *function* returns in a child; the arguments are those of `start_call`.
 
     The caller must have a single thread.
 
@@ -334,7 +333,7 @@ def ask(
 
 
 def answer_of(child: ProbeChild) -> Any:  # noqa: ANN401 JSON of whatever its function returned
-    """Return the answer of *child*; one that no signal ends costs no more than others.
+    """Return the answer of *child*; an unkillable one takes no longer than others.
 
     Raises:
         ProbeError: As of `answer`.
@@ -346,7 +345,7 @@ def answer_of(child: ProbeChild) -> Any:  # noqa: ANN401 JSON of whatever its fu
     return answer(outcome)
 
 
-def _be_the_child(
+def _run_child(
     function: Callable[[], Any], output: int, errors: int, deadline_s: float, name: str | None
 ) -> NoReturn:
     code = 1
@@ -356,19 +355,19 @@ def _be_the_child(
             Path("/proc/self/comm").write_text(name, encoding="ascii")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
-        # A driver's crash must not fill the disk of the job whose folder this is.
+        # A core file of a driver crash must not fill the disk of the job's folder.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # Should the parent die first, the child still ends soon after its own deadline.
+        # If the parent dies first, the child still ends soon after its own deadline.
         signal.setitimer(signal.ITIMER_REAL, max(deadline_s, 0.0) + STOP_S + _ORPHAN_S)
-        _leave_only(output, errors)
-        os.write(output, json.dumps(_said(function)).encode())
+        _close_other_files(output, errors)
+        os.write(output, json.dumps(_call(function)).encode())
         code = 0
     finally:
         os._exit(code)
 
 
-def _leave_only(output: int, errors: int) -> None:
-    """Let go of every other file: an abandoned child must not hold its caller's pipes open."""
+def _close_other_files(output: int, errors: int) -> None:
+    """Close every other file: an abandoned child must not hold its caller's pipes open."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -381,7 +380,7 @@ def _leave_only(output: int, errors: int) -> None:
                 continue
 
 
-def _said(function: Callable[[], Any]) -> dict[str, Any]:
+def _call(function: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": function()}
     except ProbeError as exc:

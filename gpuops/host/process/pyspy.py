@@ -1,8 +1,8 @@
-"""``py-spy dump``: the Python stacks of a process and who holds its interpreter lock.
+"""``py-spy dump``: the Python stacks of a process and the holder of its interpreter lock.
 
 It reads the memory of the process without stopping it (``--nonblocking``), so neither a held lock
-nor a stopped process keeps it waiting; what it reads of a running one may be torn. It needs the
-right to do so: root, the same user without ptrace restrictions, or CAP_SYS_PTRACE.
+nor a stopped process blocks it; the data of a running one may be inconsistent. It needs permission:
+root, the same user without ptrace restrictions, or CAP_SYS_PTRACE.
 """
 
 import contextlib
@@ -17,47 +17,47 @@ from typing import IO
 
 BYTES_MAX = 4 * 2**20
 TRIES = 3
-_LOOK_EVERY_S = 0.02
+_POLL_S = 0.02
 _REAP_S = 0.2
 
 
-def find_pyspy(path: str | None, beside: Path | None = None) -> str | None:
-    """Return the program on the search *path*, else *beside* this interpreter, else None.
+def find_pyspy(path: str | None, fallback: Path | None = None) -> str | None:
+    """Return the program on the search *path*, else in *fallback* (this interpreter's folder).
 
-    The environment that we were installed into need not have been activated.
+    The environment of this installation may not have been activated.
     """
-    folder = Path(sys.executable).parent if beside is None else beside
+    folder = Path(sys.executable).parent if fallback is None else fallback
     return shutil.which("py-spy", path=path) or shutil.which("py-spy", path=str(folder))
 
 
 def dump(program: str, pids: Mapping[int, int], deadline_s: float) -> dict[int, bytes]:
     """Return what py-spy prints (JSON) for those of *pids* (by rank) that it could read.
 
-    All at once; one that fails is asked again, since what it read was torn. What is not there after
-    *deadline_s* is killed and left out. May be called from any thread.
+    All in parallel; a failed read is repeated, since its data was inconsistent. Reads that take
+    longer than *deadline_s* are killed and omitted. May be called from any thread.
     """
     with contextlib.ExitStack() as files:
         readings = {rank: _Reading(program, pid, files) for rank, pid in pids.items()}
         end_s = time.monotonic() + deadline_s
         waited_for = list(readings.values())
         while waited_for and time.monotonic() < end_s:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
             waited_for = [reading for reading in waited_for if not reading.is_over()]
         return {rank: text for rank, reading in readings.items() if (text := reading.end())}
 
 
 class _Reading:
-    """One process read by py-spy, several times if need be."""
+    """One process read by py-spy, repeatedly if it fails."""
 
     def __init__(self, program: str, pid: int, files: contextlib.ExitStack) -> None:
         self._words = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-        # A file, not a pipe: nobody has to read while it writes.
+        # A file, not a pipe, which would have to be read while it writes.
         self._file: IO[bytes] = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 closed by the stack
         self._tries = 0
         self._child = self._start()
 
     def is_over(self) -> bool:
-        """Say whether there is nothing left to wait for, and begin anew after a failure."""
+        """Return whether there is nothing left to wait for; restart after a failure."""
         if self._child is None or self._child.poll() == 0:
             return True
         if self._child.returncode is None:
@@ -70,12 +70,12 @@ class _Reading:
         return self._child is None
 
     def end(self) -> bytes:
-        """Kill what still runs and return what was read, nothing where that failed."""
+        """Kill a running read and return the output, b"" after a failure."""
         if self._child is None:
             return b""
         self._child.kill()  # does nothing to one that has ended
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_REAP_S)  # one that is stuck in the kernel is left behind
+            self._child.wait(_REAP_S)  # one that is stuck in the kernel is abandoned
         if self._child.poll() != 0:
             return b""
         self._file.seek(0)

@@ -1,7 +1,7 @@
-"""A program that is asked one question from a process with threads, and answered within a deadline.
+"""Run a program with input and a deadline from a process with threads; and abandoned probes.
 
-Started with ``posix_spawn``, because a fork of a process with threads may deadlock. It gets a
-session of its own, and what is left of its process group is killed, also where it ended in time.
+It is started with ``posix_spawn``, because a fork of a process with threads may deadlock. It gets
+its own session, and its process group is killed at the end, even if it ended in time.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NAME = re.compile(r"gpuops:[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True)
 class AbandonedProcess:
-    """A child that asks its question still; ``age_s`` is since its start."""
+    """A child of `probe` that still runs; ``age_s`` since its start."""
 
     pid: int
     state: str
@@ -32,22 +32,21 @@ class AbandonedProcess:
 
 
 def name_of(question: str) -> str:
-    """Return the process name of a child that asks *question*."""
+    """Return the process name of a child for *question*."""
     return f"gpuops:{zlib.crc32(os.fsencode(question)):08x}"
 
 
 def is_probe(process: Process) -> bool:
-    """Say whether *process* has the name of a child of ours."""
+    """Return whether *process* has the name of a child of `probe`."""
     return _NAME.fullmatch(process.name) is not None
 
 
 def abandoned(
     *, uid: int | None = None, now_s: float | None = None
 ) -> Mapping[str, AbandonedProcess]:
-    """Return by name the oldest of the children that *uid* (this process') has on this machine.
+    """Return by name the oldest of the probe children of *uid* (default: our own).
 
-    *now_s* is since boot. Children of a run that still goes on are among them: whoever asks the
-    same question judges by their age.
+    *now_s* is since boot. They include children of a run in progress; callers judge by their age.
     """
     uid = os.geteuid() if uid is None else uid
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME) if now_s is None else now_s
@@ -56,7 +55,7 @@ def abandoned(
     for process in processes():
         if not is_probe(process) or _owner(process.pid) != uid:
             continue
-        # Its main thread may have ended, and another be inside the kernel still.
+        # Its main thread may have ended while another is inside the kernel.
         now = process_state(process.pid)
         if now is None or now.ended:
             continue
@@ -74,15 +73,15 @@ def _owner(pid: int) -> int | None:
 
 
 BYTES_MAX = 2**18
-# After SIGKILL a process is gone at once, unless it is inside the kernel: then it is left behind.
+# After SIGKILL a process ends at once, unless it is inside the kernel: then it is abandoned.
 REAP_S = 1.0
 _CHUNK = 65536
-_LOOK_EVERY_S = 0.005
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramAnswer:
-    """What it said. ``exit_code`` is negative for a signal, None where it did not end in time."""
+    """Its output. ``exit_code`` is negative for a signal, None if it did not end in time."""
 
     exit_code: int | None
     output: bytes
@@ -93,9 +92,9 @@ class ProgramAnswer:
 def run_with_deadline(
     argv: Sequence[str], question: bytes, env: Mapping[str, str], *, deadline_s: float
 ) -> ProgramAnswer:
-    """Return what *argv* (an absolute path first) answers to *question* on its standard input.
+    """Return the output of *argv* (an absolute path first) with *question* on its standard input.
 
-    At most `BYTES_MAX` of each stream are kept. Takes `REAP_S` longer at the most.
+    At most `BYTES_MAX` of each stream are kept. Takes at most `REAP_S` longer.
 
     Raises:
         OSError: It cannot be started.
@@ -161,7 +160,7 @@ class _Kept:
         self.cut = False
 
     def drain(self) -> bool:
-        """Read what is there, without waiting and without end; return False at its end."""
+        """Read what is available without blocking; return False at its end."""
         for _ in range(16):
             try:
                 chunk = os.read(self.fd, _CHUNK)
@@ -203,4 +202,4 @@ def _ended(pid: int) -> int | None:
             return os.waitstatus_to_exitcode(status) if ended else None
         if time.monotonic() > until_s:
             return None
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)

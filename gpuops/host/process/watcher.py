@@ -1,7 +1,7 @@
-"""A child that watches something which may hang or crash its watcher, and tells of it in lines.
+"""A child that watches something which may hang or crash its watcher, and reports in lines.
 
-The agent only takes what a thread has read: no call here waits for the child or the driver. A
-child that ends is started again, later each time, and not for ever.
+The agent only takes lines that a thread has read: no call here waits for the child or the driver. A
+child that ends is restarted, with increasing back-off, a limited number of times.
 """
 
 import logging
@@ -18,24 +18,24 @@ from gpuops.errors import EXIT_UNKNOWN
 
 log = logging.getLogger(__name__)
 
-LINES_MAX = 4096  # that wait to be taken; the oldest are kept, for those tell what came first
+LINES_MAX = 4096  # waiting to be taken; the oldest are kept, which show the first event
 LINE_BYTES_MAX = 64 * 1024
 RESTARTS_MAX = 8
 BACK_OFF_S = 1.0
 BACK_OFF_MAX_S = 60.0
-# A child that is inside the kernel does not end on SIGKILL; nobody waits longer for it.
+# A child inside the kernel does not end on SIGKILL; it is not waited for longer.
 KILLED_S = 0.5
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs *module* of gpuops; the job's folder must not shadow it."""
+    """Return the command that runs *module* of gpuops, which the job's folder must not shadow."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 class WatchingChild:
-    """Runs *command* until `close`; one that exits with 3 has nothing to watch and stays ended.
+    """Runs *command* until `close`; one that exits with 3 has nothing to watch: no restart.
 
-    ``given_up`` is set once it will not be started again.
+    ``given_up`` is set once it will not be restarted.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class WatchingChild:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the child that runs now, None between two."""
+        """Return the process id of the running child, None between two."""
         process = self._process
         return None if process is None else process.pid
 
     def take(self, lines_max: int = LINES_MAX) -> list[bytes]:
-        """Return the lines that came since, the oldest first; never waits."""
+        """Return the lines since the last call, the oldest first; never waits."""
         taken: list[bytes] = []
         while len(taken) < lines_max:
             try:
@@ -77,7 +77,7 @@ class WatchingChild:
         return taken
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End the child; one that does not end within *wait_s* is left to its thread and tether."""
+        """Kill the child; if it does not end within *wait_s*, its thread waits for it."""
         self._closing.set()
         process = self._process
         if process is not None:
@@ -95,7 +95,7 @@ class WatchingChild:
         self.given_up.set()
 
     def _watch_once(self) -> int | None:
-        """Return the exit code of one child, None where it has none."""
+        """Return the exit code of one child, None without one."""
         try:
             process = subprocess.Popen(
                 self._command,

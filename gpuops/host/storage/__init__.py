@@ -1,1 +1,1 @@
-"""File systems and drives of this host, each asked in a child that may be left behind."""
+"""File systems and drives of this host, each read in a child that may be abandoned."""

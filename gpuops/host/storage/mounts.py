@@ -1,4 +1,4 @@
-"""Mounted file systems, and what fstab(5) wants mounted; no mount itself is touched."""
+"""Mounted file systems, those that fstab(5) lists, and their free space."""
 
 import errno
 import os
@@ -35,10 +35,10 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 class Mount:
     """One line of mountinfo.
 
-    ``options`` joins those of the mount and those of its file system. ``turned_read_only`` says
-    that the mount is writable but its file system is not: the kernel gave up writing after an
-    error (a read-only bind mount is the other way round). ``device`` is ``major:minor``; mounts
-    that share it show the same file system.
+    ``options`` joins those of the mount and of its file system. ``turned_read_only``: the mount is
+    writable but its file system is not, because the kernel stopped writing after an error (a
+    read-only bind mount is the reverse). ``device`` is ``major:minor``; mounts that share it show
+    the same file system.
     """
 
     point: str
@@ -50,12 +50,12 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Say whether another machine serves it: POSIX locks and mmap are not to be trusted."""
+        """Return whether another machine serves it: POSIX locks and mmap are unreliable."""
         return self.filesystem in NETWORK_FILESYSTEMS or self.filesystem.startswith("fuse.")
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """Return the mounts in *text*, in kernel order; lines of another form are left out."""
+    """Return the mounts in *text*, in kernel order; malformed lines are ignored."""
     mounts = []
     for line in text.splitlines():
         head, separator, tail = line.partition(" - ")
@@ -82,7 +82,7 @@ def unescape(text: str) -> str:
 
 
 def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount that *path* (absolute) lies on; of several on one point the last counts."""
+    """Return the mount of *path* (absolute); of several on one point the last counts."""
     parts = PurePosixPath(path).parts
     best: Mount | None = None
     for mount in mounts:
@@ -95,7 +95,7 @@ def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
 
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
-    """Return this machine's mounts; none where ``/proc`` cannot be read."""
+    """Return this machine's mounts; none if ``/proc`` cannot be read."""
     try:
         return parse_mountinfo((root / "proc/self/mountinfo").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -107,7 +107,7 @@ _NOT_MOUNTED = frozenset({"swap", "none", "ignore"})
 
 @dataclass(frozen=True, slots=True)
 class MountTable:
-    """Mount points: those there are, and those that fstab wants mounted at boot."""
+    """Mount points: mounted, and listed in fstab to be mounted at boot."""
 
     mounted: tuple[str, ...]
     in_fstab: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def read_mount_table(root: Path = Path("/")) -> MountTable:
 
 
 def wanted_at_boot(text: str) -> tuple[str, ...]:
-    """Return the mount points of fstab(5) that are mounted without being asked for."""
+    """Return the mount points of fstab(5) that are mounted at boot."""
     wanted = []
     for line in text.splitlines():
         fields = line.split()
@@ -150,7 +150,7 @@ Statvfs = Callable[[str], os.statvfs_result]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What statvfs(3) says: for ``available`` read "to users without privilege"."""
+    """The result of statvfs(3); ``available``: to unprivileged users."""
 
     total_bytes: int
     available_bytes: int
@@ -160,11 +160,11 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountAnswer:
-    """One mount and what came of asking it.
+    """One mount and the result of statvfs(3).
 
     Exactly one of ``space``, ``error`` (the errno's name) and ``silent`` (why there is no answer;
-    ``stuck`` where the asking process was inside the kernel) is set. ``writable_in_fstab`` is None
-    where ``/etc/fstab`` does not name the mount.
+    ``stuck`` if the calling process was inside the kernel) is set. ``writable_in_fstab`` is None if
+    ``/etc/fstab`` does not list the mount.
     """
 
     mount: Mount
@@ -178,16 +178,16 @@ class MountAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Filesystems:
-    """The answers of every mount that was asked, and how many were too many to ask."""
+    """The results of the mounts, and how many exceeded `ASKED_MAX`."""
 
     answers: tuple[MountAnswer, ...]
     not_asked: int = 0
 
 
 def worth_asking(mounts: Iterable[Mount]) -> list[Mount]:
-    """Return one mount per real file system: pseudo file systems and bind mounts are left out.
+    """Return one mount per real file system, without pseudo file systems and bind mounts.
 
-    ``autofs`` is left out because asking it would mount something.
+    ``autofs`` is excluded because statvfs(3) would mount something.
     """
     at_point = {mount.point: mount for mount in mounts}
     kept: dict[str, Mount] = {}
@@ -199,7 +199,7 @@ def worth_asking(mounts: Iterable[Mount]) -> list[Mount]:
 
 
 def parse_fstab(text: str) -> dict[str, bool]:
-    """Return whether fstab(5) wants each mount point writable."""
+    """Return whether each mount point is writable by fstab(5)."""
     wanted = {}
     for line in text.splitlines():
         fields = line.split()
@@ -215,9 +215,9 @@ def read_filesystems(
     statvfs: Statvfs = os.statvfs,
     left: Mapping[str, AbandonedProcess] | None = None,
 ) -> Filesystems:
-    """Return the answers of all mounts, asked at the same time, within *budget_s* seconds.
+    """Return the results of all mounts, read in parallel, within *budget_s* seconds.
 
-    *left* are children that earlier runs left behind; this machine's where it is None.
+    *left* are children that earlier runs abandoned; default: those of this machine.
     """
     mounts, wanted = worth_asking(read_mounts(root)), _fstab(root)
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
@@ -252,15 +252,15 @@ def _question(root: Path, mount: Mount, statvfs: Statvfs) -> Callable[[], dict[s
 
     def ask() -> dict[str, object]:
         try:
-            said = statvfs(path)
+            result = statvfs(path)
         except OSError as exc:
             return {"error": errno.errorcode.get(exc.errno or 0, str(exc))}
         return {
             "space": {
-                "total_bytes": said.f_blocks * said.f_frsize,
-                "available_bytes": said.f_bavail * said.f_frsize,
-                "inodes_total": said.f_files,
-                "inodes_available": said.f_favail,
+                "total_bytes": result.f_blocks * result.f_frsize,
+                "available_bytes": result.f_bavail * result.f_frsize,
+                "inodes_total": result.f_files,
+                "inodes_available": result.f_favail,
             }
         }
 
@@ -268,16 +268,16 @@ def _question(root: Path, mount: Mount, statvfs: Statvfs) -> Callable[[], dict[s
 
 
 def _answer(mount: Mount, outcome: probe.ProbeOutcome, wanted: dict[str, bool]) -> MountAnswer:
-    silent, said = None, {}
+    silent, body = None, {}
     try:
-        said = probe.answer(outcome)
+        body = probe.answer(outcome)
     except ProbeError as exc:
         silent = str(exc)
     return MountAnswer(
         mount=mount,
         elapsed_s=outcome.elapsed_s,
-        space=Space(**said["space"]) if "space" in said else None,
-        error=said.get("error"),
+        space=Space(**body["space"]) if "space" in body else None,
+        error=body.get("error"),
         silent=silent,
         stuck=outcome.ending is probe.ProbeEnd.HUNG or outcome.state == "D",
         writable_in_fstab=wanted.get(mount.point),

@@ -1,4 +1,4 @@
-"""NVMe drives: their state from sysfs, and their own log from nvme-cli where it is installed."""
+"""md arrays, and NVMe drives: their state from sysfs, and their log from nvme-cli if installed."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from gpuops.host.trust import entries_of, text_of
 _HEAD = re.compile(r"^(md\S*) : (\S+)(.*)$")
 _MEMBERS = re.compile(r"\[(\d+)/(\d+)\] \[[U_]+\]")
 _FAILED = re.compile(r"(\S+?)\[\d+\]\(F\)")
-# The metadata that arrays of firmware (Intel VROC, DDF) share is an array of its own for md, which
-# is never started: mdadm(8), CONTAINER. Their members name it as ``external:/md127/0``.
+# The shared metadata of firmware arrays (Intel VROC, DDF) is a separate md array, which is never
+# started: mdadm(8), CONTAINER. Their members name it as ``external:/md127/0``.
 _CONTAINER = re.compile(r"\bsuper external:[^/\s-]")
 _WORK = re.compile(r"(resync|recovery|reshape|check) *= *([0-9.]+%)")
 
@@ -26,8 +26,8 @@ class Array:
     """One array.
 
     ``state`` is ``active``, ``inactive`` or ``broken``. ``wanted`` and ``working`` count its
-    members, None for levels without redundancy; ``failed`` names those that the kernel threw out
-    and ``work`` what it does about it (``recovery 12.6%``).
+    members, None for levels without redundancy; ``failed`` names those that the kernel removed and
+    ``work`` the operation in progress (``recovery 12.6%``).
     """
 
     name: str
@@ -47,7 +47,7 @@ class MdRaid:
 
 
 def read_mdraid(root: Path = Path("/")) -> MdRaid:
-    """Return the arrays; none where the kernel has no md driver."""
+    """Return the arrays; none if the kernel has no md driver."""
     try:
         text = (root / "proc/mdstat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -56,7 +56,7 @@ def read_mdraid(root: Path = Path("/")) -> MdRaid:
 
 
 def parse_mdstat(text: str) -> MdRaid:
-    """Return the arrays in ``/proc/mdstat``, without containers; other text is left out."""
+    """Return the arrays in ``/proc/mdstat``, without containers; other text is ignored."""
     blocks: list[list[str]] = []
     for line in text.splitlines():
         if _HEAD.match(line):
@@ -93,11 +93,11 @@ _LEAST_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeDrive:
-    """One drive; None: not told.
+    """One drive; None: not reported.
 
     ``critical_warning`` is the bit mask, ``media_errors`` a count over the drive's life and
-    ``used_percent`` the part of its rated life that is gone: SMART / Health Information of the NVM
-    Express Base Specification. ``trouble`` says why that log could not be had.
+    ``used_percent`` the used part of its rated life: SMART / Health Information of the NVM Express
+    Base Specification. ``trouble``: why that log could not be read.
     """
 
     name: str
@@ -113,14 +113,14 @@ class NvmeDrive:
 
 @dataclass(frozen=True, slots=True)
 class Nvme:
-    """All drives; ``tool``: nvme-cli was found and asked."""
+    """All drives; ``tool``: nvme-cli was found and run."""
 
     drives: tuple[NvmeDrive, ...] = ()
     tool: bool = False
 
 
 def read_nvme(root: Path, budget_s: float) -> Nvme:
-    """Return the drives, with what each says of itself, within *budget_s* seconds."""
+    """Return the drives, with their logs, within *budget_s* seconds."""
     drives = [_drive(folder) for folder in entries_of(root / "sys/class/nvme")]
     tool = find(root, "nvme") if drives else None
     if tool is None:
@@ -142,7 +142,7 @@ def _drive(folder: Path) -> NvmeDrive:
 
 def _asked(tool: Path, drive: NvmeDrive, left_s: float) -> NvmeDrive:
     if left_s < _LEAST_S:
-        return replace(drive, trouble="no time was left to ask it")
+        return replace(drive, trouble="no time was left to read it")
     argv: list[Path | str] = [tool, "smart-log", "-o", "json", f"/dev/{drive.name}"]
     try:
         answer = ask(argv, min(_ONE_S, left_s), unless_stuck=True)
@@ -154,7 +154,7 @@ def _asked(tool: Path, drive: NvmeDrive, left_s: float) -> NvmeDrive:
 
 
 def with_smart_log(drive: NvmeDrive, text: str) -> NvmeDrive:
-    """Return *drive* with what nvme-cli's JSON says; its versions 1 and 2 name a key apart."""
+    """Return *drive* with nvme-cli's JSON *text*; versions 1 and 2 name a key differently."""
     try:
         log = json.loads(text)
     except (ValueError, RecursionError):

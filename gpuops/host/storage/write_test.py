@@ -1,4 +1,4 @@
-"""Whether folders can be written: a small file is made, synced and removed, each in its child."""
+"""Write test of folders: a small file is created, synced and removed, each in its own child."""
 
 import errno
 import os
@@ -17,10 +17,10 @@ _CONTENT = b"gpuops writes this to see whether it can, and removes it\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteAnswer:
-    """What came of writing in one folder.
+    """The result of writing in one folder.
 
-    ``error`` is the errno's name; ``silent`` says why there is no answer, ``stuck`` where the
-    writing process was inside the kernel. Neither: it was written.
+    ``error`` is the errno's name; ``silent``: why there is no answer, ``stuck`` if the writing
+    process was inside the kernel. Neither: it was written.
     """
 
     path: str
@@ -32,13 +32,13 @@ class WriteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """The answers of all folders that were asked about."""
+    """The results of all folders."""
 
     answers: tuple[WriteAnswer, ...] = ()
 
 
 def read_writes(root: Path, budget_s: float, paths: Sequence[str]) -> Writes:
-    """Return what came of writing in *paths* below *root*, all at once, within *budget_s*."""
+    """Return the results of writing in *paths* below *root*, in parallel, within *budget_s*."""
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
     left, asked = abandoned() if paths else {}, {}
     for path in paths[:ASKED_MAX]:
@@ -68,12 +68,12 @@ def _question(folder: Path) -> Callable[[], str | None]:
 
 
 def write_and_remove(folder: Path) -> None:
-    """Make a file in *folder*, write and sync it, and remove it.
+    """Create a file in *folder*, write and sync it, and remove it.
 
     Raises:
         OSError: One of these failed.
     """
-    # One name per node: what a killed run leaves behind, the next one takes away.
+    # One name per node: the next run removes the file of a killed one.
     path = folder / f".gpuops-writes-{os.uname().nodename}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:

@@ -144,7 +144,7 @@ def test_a_refused_line_that_no_longer_fits_is_counted(spool, url):
 
     assert (report.sent, report.corrupt) == (1, 2)
     assert count_dropped(spool) == status["rejected_dropped"] == 2
-    assert "2 more did not fit there and are gone" in db_status(spool, url).stdout
+    assert "2 more did not fit there and were dropped" in db_status(spool, url).stdout
 
 
 def db_status(spool, url, *args):

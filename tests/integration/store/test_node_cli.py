@@ -227,7 +227,7 @@ def test_on_the_node_itself_a_repair_needs_no_store(tmp_path):
     assert done.returncode == EXIT_OK
     assert f"closed incident {opened.id[-8:]}" in done.stdout
     assert "the store was not asked" in done.stderr
-    assert "the store will hear of it later" in done.stderr
+    assert "the store gets the repair later" in done.stderr
     assert [repair.what for repair in state.repairs] == ["reseated"]
     assert state.incidents == {}
 

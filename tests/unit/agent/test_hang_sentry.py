@@ -12,7 +12,7 @@ from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S, StackFrame, Stacks, ThreadStack
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
 from gpuops.host.clock import FakeClock
-from gpuops.host.process.inspect import ProcessLook
+from gpuops.host.process.inspect import ProcessDetails
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 from gpuops.wire.ring import Beat, StepSource, WorkerPhase
@@ -35,7 +35,7 @@ class FakeReader:
     def inspect(self, pid):
         self.blocked.wait()
         state = self.ranks[pid - 100][0]
-        return None if state is None else ProcessLook(state=state, cpu_s=1.0)
+        return None if state is None else ProcessDetails(state=state, cpu_s=1.0)
 
     def dump(self, targets, wait_s):
         self.asked += [target.rank for target in targets]

@@ -11,7 +11,7 @@ from gpuops.agent.monitors.evidence import (
     WorkerSample,
 )
 from gpuops.agent.monitors.rank_state import RankState, judge_rank
-from gpuops.host.process.inspect import ProcessLook
+from gpuops.host.process.inspect import ProcessDetails
 
 TARGET = EvidenceTarget(rank=1, local_rank=1, pid=77)
 SITE = "/venv/lib/python3.11/site-packages"
@@ -30,7 +30,7 @@ def facts(*samples, line=None):
 def sample(at_s=0.0, state="S", cpu_s=0.0, io=0, wchan=None, **seen):
     process = None
     if state is not None:
-        process = ProcessLook(
+        process = ProcessDetails(
             state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",)
         )
     return WorkerSample(at_s=at_s, process=process, **seen)

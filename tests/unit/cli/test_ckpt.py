@@ -296,7 +296,7 @@ def test_who_takes_the_newest_is_told_that_a_newer_one_is_damaged(store, ckpt, t
         code, out, err = ckpt(*words)
         assert code == 0
         assert out.startswith("step 12 (epoch 0)")
-        assert f"gpuops: {state.name} is damaged, the newest before it is used: " in err
+        assert f"gpuops: {state.name} is damaged, using the newest state before it: " in err
     assert ckpt("show", "12")[2] == ""
 
 
@@ -307,7 +307,7 @@ def test_a_file_in_place_of_a_directory_is_a_usage_error(store, ckpt, words):
     code, out, err = ckpt(*words)
 
     assert (code, out) == (64, "")
-    assert err == f"gpuops: {store.address} is a file: a directory of states is wanted\n"
+    assert err == f"gpuops: {store.address} is a file: expected a directory of states\n"
 
 
 def test_a_state_of_a_later_version_is_not_called_damaged(store, ckpt):
@@ -322,7 +322,7 @@ def test_a_state_of_a_later_version_is_not_called_damaged(store, ckpt):
     assert "Install the gpuops that wrote it" in out
     assert "damaged" not in ckpt("show", "13")[2]
     out = ckpt("prune", "--keep-last", "1", "--yes")[1]
-    assert f"left    {state.name}" in out
+    assert f"skipped {state.name}" in out
     assert (store._root / state.name).is_dir()
 
 

@@ -37,7 +37,7 @@ def test_export_one_file_and_import_it_again(tmp_path, store, ckpt):
     code, out, _ = ckpt("export", "10", "--to", tmp_path / "m.safetensors", "--part", "model")
     assert code == 0
     assert "2 tensors" in out
-    assert "left out: what is not a tensor" in out
+    assert "omitted: what is not a tensor" in out
     loaded = load_file(tmp_path / "m.safetensors")
     assert torch.equal(loaded["w"], W)
 

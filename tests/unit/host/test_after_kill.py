@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpuops.host.process.inspect import KillOutcome, left_of
+from gpuops.host.process.inspect import KillOutcome, kill_outcome
 
 EXITING, OTHER = 0x400104, 0x400100
 
@@ -30,13 +30,13 @@ def tree(root, *threads):
     ],
 )
 def test_all_threads_of_one_that_exits_do_so_and_none_waits(tmp_path, threads, left):
-    assert left_of(71, tree(tmp_path, *threads)) is left
+    assert kill_outcome(71, tree(tmp_path, *threads)) is left
 
 
 def test_a_real_process_lives_and_then_leaves_its_exit_code():
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert left_of(process.pid) is KillOutcome.STUCK
+        assert kill_outcome(process.pid) is KillOutcome.STUCK
         process.kill()
         process.wait()
-        assert left_of(process.pid) is KillOutcome.NOTHING
+        assert kill_outcome(process.pid) is KillOutcome.NOTHING

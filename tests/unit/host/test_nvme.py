@@ -78,4 +78,4 @@ def test_a_tool_that_hangs_costs_the_budget_and_no_more(tmp_path):
     first, second = read_nvme(root.path, 0.3).drives
 
     assert first.trouble.startswith("nvme gave no answer in")
-    assert second.trouble == "no time was left to ask it"
+    assert second.trouble == "no time was left to read it"

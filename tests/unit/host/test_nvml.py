@@ -46,7 +46,7 @@ def test_our_numbers_of_fields_are_those_of_pynvml():
 
 def test_an_answer_is_put_in_its_place():
     asker = NvmlCaller(nvml(nvmlDeviceGetPowerUsage=lambda handle: handle * 1000), handle=7)
-    asker.tell("power.drawn_w", "nvmlDeviceGetPowerUsage", made=lambda watts: watts / 1000)
+    asker.store("power.drawn_w", "nvmlDeviceGetPowerUsage", made=lambda watts: watts / 1000)
 
     assert asker.found == {"power.drawn_w": 7.0}
     assert (asker.errors, asker.unsupported) == ([], [])
@@ -54,21 +54,21 @@ def test_an_answer_is_put_in_its_place():
 
 def test_a_call_that_pynvml_is_too_old_for_is_not_supported():
     asker = NvmlCaller(nvml())
-    asker.tell("uuid", "nvmlDeviceGetUUID")
+    asker.store("uuid", "nvmlDeviceGetUUID")
 
     assert (asker.found, asker.errors, asker.unsupported) == ({}, [], ["nvmlDeviceGetUUID"])
 
 
 def test_what_the_driver_does_not_have_is_asked_in_another_way():
     asker = NvmlCaller(nvml(old=lambda _handle: 3, new=raising(pynvml.NVMLError(NOT_SUPPORTED))))
-    asker.tell("minor", "new", instead=lambda: asker.answer("old"))
+    asker.store("minor", "new", instead=lambda: asker.query("old"))
 
     assert (asker.found, asker.unsupported) == ({"minor": 3}, [])
 
 
 def test_another_way_is_not_tried_after_an_error():
     asker = NvmlCaller(nvml(old=raising(AssertionError), new=raising(pynvml.NVMLError(999))))
-    asker.tell("minor", "new", instead=lambda: asker.answer("old"))
+    asker.store("minor", "new", instead=lambda: asker.query("old"))
 
     assert asker.errors == [CallError("new", 999, "Unknown Error")]
 
@@ -76,7 +76,7 @@ def test_another_way_is_not_tried_after_an_error():
 def test_a_string_that_cannot_be_read_is_an_error_of_its_call():
     garbled = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     asker = NvmlCaller(nvml(nvmlDeviceGetName=raising(garbled)))
-    asker.tell("name", "nvmlDeviceGetName")
+    asker.store("name", "nvmlDeviceGetName")
 
     (error,) = asker.errors
     assert (error.call, error.code) == ("nvmlDeviceGetName", UNREADABLE)
@@ -87,7 +87,7 @@ def test_a_lost_gpu_is_noted_and_asked_no_more():
     asker = NvmlCaller(nvml(nvmlDeviceGetName=raising(pynvml.NVMLError(GPU_IS_LOST))))
 
     with pytest.raises(GpuLostError):
-        asker.tell("name", "nvmlDeviceGetName")
+        asker.store("name", "nvmlDeviceGetName")
     assert [error.code for error in asker.errors] == [GPU_IS_LOST]
 
 

@@ -184,7 +184,7 @@ def test_a_child_that_answered_and_did_not_end_has_answered(ending):
         ending=ending, pid=71, elapsed_s=2.0, output=b'{"value": [7]}', state="D"
     )
 
-    assert probe.last_words(outcome) == [7]
+    assert probe.read_answer(outcome) == [7]
     with pytest.raises(ProbeError, match="gave no answer"):
         probe.answer(outcome)
 
@@ -194,7 +194,7 @@ def test_a_child_that_did_not_end_and_has_not_said_all_gave_no_answer(output):
     outcome = ProbeOutcome(ending=ProbeEnd.HUNG, pid=71, elapsed_s=2.0, output=output, state="D")
 
     with pytest.raises(ProbeError, match="state D") as caught:
-        probe.last_words(outcome)
+        probe.read_answer(outcome)
 
     assert caught.value.reason == "timeout"
 

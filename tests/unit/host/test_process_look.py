@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.runs import wait_until
 
-from gpuops.host.process.inspect import look_at
+from gpuops.host.process.inspect import read_details
 from gpuops.host.process.pyspy import TRIES, dump, find_pyspy
 
 TOOLS = str(Path(sys.executable).parent)
@@ -40,7 +40,7 @@ def test_what_proc_says_is_read(tmp_path):
         stack="[<0>] nfs_wait+0x1/0x2\n[<0>] vfs_read+0x3/0x4\n",
         wchan="nfs_wait",
     )
-    look = look_at(42, root)
+    look = read_details(42, root)
 
     assert (look.state, look.wchan, look.io_bytes) == ("D", "nfs_wait", 150)
     assert look.kernel_stack == ("[<0>] nfs_wait+0x1/0x2", "[<0>] vfs_read+0x3/0x4")
@@ -49,20 +49,20 @@ def test_what_proc_says_is_read(tmp_path):
 
 
 def test_what_is_not_told_is_none(tmp_path):
-    look = look_at(42, fake(tmp_path, status="SigCgt:\tnonsense\n"))
+    look = read_details(42, fake(tmp_path, status="SigCgt:\tnonsense\n"))
 
     assert (look.wchan, look.io_bytes, look.kernel_stack, look.caught) == (None, None, (), set())
-    assert look_at(43, tmp_path) is None
+    assert read_details(43, tmp_path) is None
 
 
 def test_a_stopped_process_is_seen_so_and_one_that_is_gone_not_at_all():
     with subprocess.Popen(["sleep", "60"]) as child:
         child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: look_at(child.pid).state == "T", what="state T")
+        wait_until(lambda: read_details(child.pid).state == "T", what="state T")
         child.kill()
         child.wait()
 
-    assert look_at(child.pid) is None
+    assert read_details(child.pid) is None
 
 
 @pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason="no py-spy")
@@ -91,7 +91,7 @@ def test_a_pyspy_that_does_not_end_is_killed(tmp_path):
     assert find_pyspy(str(tmp_path)) == str(slow)
     assert dump(str(slow), {0: 1, 1: 2}, 0.5) == {}
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
-        assert look_at(int(pid)) is None
+        assert read_details(int(pid)) is None
 
 
 def test_a_pyspy_whose_read_was_torn_is_asked_again_and_not_for_ever(tmp_path):

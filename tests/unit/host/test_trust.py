@@ -182,13 +182,13 @@ def test_whoever_collects_mistakes_gets_every_foreign_file(folder):
         (folder / name).write_text("")
         (folder / name).chmod(0o666)
 
-    refuse_foreign(folder, uid=0, complain=mistakes.append)
+    refuse_foreign(folder, uid=0, on_error=mistakes.append)
 
     assert [str(item).split(":")[0][-6:] for item in mistakes] == ["a.toml", "b.toml"]
 
 
 def test_a_sites_folder_that_is_named_must_be_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"none \(check\.site_dir\) is not there"):
+    with pytest.raises(ConfigError, match=r"none \(check\.site_dir\) does not exist"):
         check_folders(tmp_path / "none", uid=1000)
 
 

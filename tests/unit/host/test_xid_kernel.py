@@ -112,7 +112,7 @@ def test_it_says_which_gpus_there_are(tmp_path):
     gpu_information(tmp_path, "0000:3b:00.0", UUID, 2)
     write_kmsg(tmp_path, [])
     log = XidLog(tmp_path, XidReporter(lines.append, FakeClock()), FakeClock())
-    log.begun()
+    log.start()
     log.close()
 
     expected = GpuName(index=0, address="0000:3b:00.0", uuid=UUID, minor=2)

@@ -41,9 +41,9 @@ def test_lines_are_read_as_they_were_meant():
     stand = Stand()
     gpu = GpuName(index=1, address="0000:3b:00.0", uuid="GPU-1")
     event = stand.event(145, uuid="GPU-1", fatal=False, line="NVRM: Xid \n", process=7)
-    stand.reporter.begun([gpu])
-    stand.reporter.tell(event)
-    stand.reporter.over(XidSourceEnded.ABSENT, "no library")
+    stand.reporter.started([gpu])
+    stand.reporter.report(event)
+    stand.reporter.ended(XidSourceEnded.ABSENT, "no library")
 
     assert stand.told() == [
         XidWatchMessage(gpus=(gpu,)),
@@ -56,11 +56,11 @@ def test_lines_are_read_as_they_were_meant():
 def test_a_storm_is_counted_and_told_once_a_second():
     stand = Stand()
     for _ in range(170_000):
-        stand.reporter.tell(stand.event())
+        stand.reporter.report(stand.event())
     assert len(stand.lines) == 1
     stand.clock.advance(1)
-    stand.reporter.tick()
-    stand.reporter.tick()
+    stand.reporter.flush_if_due()
+    stand.reporter.flush_if_due()
 
     assert [told.xid.count for told in stand.told()] == [1, 169_999]
 
@@ -68,28 +68,28 @@ def test_a_storm_is_counted_and_told_once_a_second():
 def test_what_is_new_in_a_storm_is_told_at_once():
     stand = Stand()
     for _ in range(1000):
-        stand.reporter.tell(stand.event())
-    stand.reporter.tell(stand.event(79))
+        stand.reporter.report(stand.event())
+    stand.reporter.report(stand.event(79))
 
     assert [told.xid.code for told in stand.told()] == [31, 79]
 
 
 def test_a_repetition_is_dated_by_its_newest_line():
     stand = Stand()
-    stand.reporter.tell(stand.event())
+    stand.reporter.report(stand.event())
     newest = stand.event(mono_ns=77)
-    stand.reporter.tell(newest)
+    stand.reporter.report(newest)
     stand.clock.advance(5)
-    stand.reporter.tick()
+    stand.reporter.flush_if_due()
 
     assert stand.told()[1].xid == newest
 
 
 def test_what_waits_is_told_before_the_end():
     stand = Stand()
-    stand.reporter.tell(stand.event())
-    stand.reporter.tell(stand.event())
-    stand.reporter.over(XidSourceEnded.ERROR, "x" * 9999)
+    stand.reporter.report(stand.event())
+    stand.reporter.report(stand.event())
+    stand.reporter.ended(XidSourceEnded.ERROR, "x" * 9999)
 
     assert [told.xid is not None for told in stand.told()] == [True, True, False]
     assert all(len(line) < 1000 for line in stand.lines)
@@ -98,7 +98,7 @@ def test_what_waits_is_told_before_the_end():
 def test_kinds_are_bounded():
     stand = Stand()
     for code in range(KINDS_MAX + 50):
-        stand.reporter.tell(stand.event(code))
+        stand.reporter.report(stand.event(code))
 
     assert len(stand.lines) == KINDS_MAX
 

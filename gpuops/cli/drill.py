@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from gpuops.cli.options import json_option, settings_of
+from gpuops.cli.options import json_option, option_callback, settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.config.schema import to_size
 from gpuops.drill.catalogue import (
@@ -25,7 +25,13 @@ from gpuops.drill.catalogue import (
     needs_run,
 )
 from gpuops.drill.fault import DrillOptions, DrillTarget, Fault, InjectionResult, Scenario
-from gpuops.drill.find import AgentStateFile, StepTrigger, has_reached, read_states
+from gpuops.drill.find import (
+    AgentStateFile,
+    StepTrigger,
+    find_rank_at_step,
+    read_states,
+    run_folders,
+)
 from gpuops.drill.inject import inject
 from gpuops.drill.processes import POLL_S
 from gpuops.drill.undo import ended_event, fault_to_json, injected_event
@@ -38,13 +44,6 @@ from gpuops.model import envelope
 from gpuops.store.spool.record import Recorder, spool_recorder
 
 OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def _parse_size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else to_size(value)
-    except ValueError as exc:
-        raise click.BadParameter(str(exc)) from exc
 
 
 FLAGS: dict[str, OptionDecorator] = {
@@ -60,10 +59,10 @@ FLAGS: dict[str, OptionDecorator] = {
     "rate_mbit": click.option("--rate", "rate_mbit", type=float, metavar="MBIT"),
     "directory": click.option("--dir", "directory", metavar="DIR", help="On this file system."),
     "size_bytes": click.option(
-        "--size", "size_bytes", callback=_parse_size, help="How much to take (1GiB)."
+        "--size", "size_bytes", callback=option_callback(to_size), help="How much to take (1GiB)."
     ),
     "leave_bytes": click.option(
-        "--leave", "leave_bytes", callback=_parse_size, help="How much to leave."
+        "--leave", "leave_bytes", callback=option_callback(to_size), help="How much to leave."
     ),
     "address": click.option("--address", metavar="PCI", help="The GPU, like 0000:3b:00."),
     "xid": click.option("--xid", type=int, help="Another Xid."),
@@ -132,7 +131,7 @@ class _DrillSession:
         directory = named if isinstance(named, Path) else self.settings.run_dir
         if pid is None:
             return read_states(directory)
-        for folder in (directory, *sorted(_folders(directory), reverse=True)):
+        for folder in (directory, *run_folders(directory)):
             states = read_states(folder)
             if any(pid in {state.agent_pid, *state.pids.values()} for state in states):
                 return states
@@ -312,7 +311,7 @@ def _wait_for_step(session: _DrillSession, options: dict[str, object]) -> None:
     )
     timeout_s, pause = float(str(options["deadline"])), Pause()
     end_ns = session.clock.mono_ns() + round(timeout_s * 1e9)
-    while not has_reached(trigger, session.states()):
+    while find_rank_at_step(trigger, session.states()) is None:
         if session.clock.mono_ns() > end_ns:
             raise DrillError(
                 f"rank {trigger.rank} was not at step {trigger.at_step} in {timeout_s:g} s"
@@ -355,13 +354,6 @@ def _print_outcomes(session: _DrillSession, done: Sequence[tuple[Fault, Injectio
         for fault, outcome in done:
             click.echo(outcome_text(fault, outcome))
     return EXIT_OK if succeeded else EXIT_FAIL
-
-
-def _folders(directory: Path) -> list[Path]:
-    try:
-        return [path for path in directory.iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 def _uid_of(owner: str, uid: int) -> int:

@@ -2,11 +2,12 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -35,6 +36,21 @@ def settings_of(
         check_file=partial(refuse_foreign_file, uid=uid),
         on_error=on_error,
     )
+
+
+OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
+
+
+def option_callback(parse: Callable[[str], object]) -> OptionCallback:
+    """Return a callback that parses an option's text with *parse*, which raises ValueError."""
+
+    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> object:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as exc:
+            raise click.BadParameter(str(exc)) from exc
+
+    return read
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

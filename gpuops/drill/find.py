@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import DrillError
-from gpuops.host.procfs import process, processes
+from gpuops.host.process.inspect import descendants, parent_of
+from gpuops.host.procfs import process
 from gpuops.wire.ring import RingError, read_beats, read_header
 
 STATE_BYTES_MAX = 2**20
@@ -43,18 +44,11 @@ class AgentStateFile:
         return self.path.parent
 
 
-def read_raw_states(directory: Path) -> list[dict[str, Any]]:
-    """Return the run states in *directory*, a run's own folder or the parent of several.
-
-    In a parent only the newest run counts: folder names begin with the time.
-    """
-    return [body for _path, body in _newest(directory)]
-
-
 def read_states(directory: Path) -> list[AgentStateFile]:
-    """Return the agents' state files in *directory*, chosen as by `read_raw_states`.
+    """Return the state files of a run in *directory*, its own folder or the parent of several.
 
-    A malformed file is skipped.
+    In a parent only the newest run counts: folder names begin with the time. A malformed file is
+    skipped.
     """
     found = (_parse_state(path, body) for path, body in _newest(directory))
     return [item for item in found if item is not None]
@@ -90,7 +84,7 @@ def choose_state(
 
 
 def _newest(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
-    runs = [directory] if _state_files(directory) else sorted(_children(directory), reverse=True)
+    runs = [directory] if _state_files(directory) else run_folders(directory)
     for run in runs:
         states = [(path, body) for path in _state_files(run) if (body := _read(path)) is not None]
         if states:
@@ -98,9 +92,10 @@ def _newest(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     return []
 
 
-def _children(directory: Path) -> list[Path]:
+def run_folders(directory: Path) -> list[Path]:
+    """Return the folders in *directory*, the newest run first."""
     try:
-        return [path for path in directory.iterdir() if path.is_dir()]
+        return sorted((path for path in directory.iterdir() if path.is_dir()), reverse=True)
     except OSError:
         return []
 
@@ -166,32 +161,17 @@ class RankAtStep:
     step: int
 
 
-def find_rank_at_step(
-    trigger: StepTrigger, states: Sequence[Mapping[str, Any]]
-) -> RankAtStep | None:
+def find_rank_at_step(trigger: StepTrigger, states: Sequence[AgentStateFile]) -> RankAtStep | None:
     """Return the process of *trigger* if one of *states* shows that it has reached its step."""
     for state in states:
-        pids, generation = state.get("pids"), state.get("generation")
-        pid = pids.get(str(trigger.rank)) if isinstance(pids, dict) else None
-        if trigger.generation not in {None, generation} or state.get("phase") != "running":
+        pid = state.pids.get(trigger.rank)
+        if pid is None or trigger.generation not in {None, state.generation}:
             continue
-        if isinstance(pid, int) and isinstance(generation, int):
-            ring = Path(str(state.get("ring_dir"))) / f"rank{trigger.rank}.ring"
-            step = newest_step(trigger.rank, generation, pid, ring)
-            if step is not None and step >= trigger.at_step:
-                return RankAtStep(pid, step)
+        ring = state.ring_dir / f"rank{trigger.rank}.ring"
+        step = newest_step(trigger.rank, state.generation, pid, ring)
+        if state.phase == "running" and step is not None and step >= trigger.at_step:
+            return RankAtStep(pid, step)
     return None
-
-
-def has_reached(trigger: StepTrigger, states: Sequence[AgentStateFile]) -> bool:
-    """Return whether one of *states* shows the rank of *trigger* at its step."""
-    for state in states:
-        if trigger.generation in {None, state.generation} and trigger.rank in state.pids:
-            ring = state.ring_dir / f"rank{trigger.rank}.ring"
-            step = newest_step(trigger.rank, state.generation, state.pids[trigger.rank], ring)
-            if state.phase == "running" and step is not None and step >= trigger.at_step:
-                return True
-    return False
 
 
 def newest_step(rank: int, generation: int, pid: int, ring: Path) -> int | None:
@@ -242,13 +222,12 @@ class ProcessSnapshot:
 
 def inspect_process(pid: int) -> ProcessSnapshot | None:
     """Return the process *pid*, None if it has ended."""
-    folder, known = Path(f"/proc/{pid}"), process(pid)
+    folder, known, parent = Path(f"/proc/{pid}"), process(pid), parent_of(pid)
     try:
         uid = folder.stat().st_uid
-        parent = _parent(pid)
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return None
-    if known is None:
+    if known is None or parent is None:
         return None
     pairs = (word.partition("=") for word in _read_strings(folder / "environ"))
     return ProcessSnapshot(
@@ -324,15 +303,6 @@ def find_worker(state: AgentStateFile, rank: int, agent: Victim) -> Victim:
     return _victim(process, what)
 
 
-def find_workers(state: AgentStateFile, agent: Victim) -> tuple[Victim, ...]:
-    """Return the running workers, by rank."""
-    found = []
-    for rank in sorted(state.pids):
-        with suppress(DrillError):
-            found.append(find_worker(state, rank, agent))
-    return tuple(found)
-
-
 def find_control_store(state: AgentStateFile, agent: Victim) -> Victim:
     """Return the process that serves the control store of the run, started by *agent*.
 
@@ -344,7 +314,7 @@ def find_control_store(state: AgentStateFile, agent: Victim) -> Victim:
         process = _required_process(state.control_store_pid, what)
         _raise_if_mismatch(why_not_control_store(process, agent.uid), process, what)
         return _victim(process, what)
-    for pid in _descendants(agent.pid, _children_by_parent()):
+    for pid in descendants(agent.pid):
         candidate = inspect_process(pid)
         if candidate is not None and why_not_control_store(candidate, agent.uid) is None:
             return _victim(candidate, what)
@@ -358,7 +328,7 @@ def find_descendants(agent: Victim, *, excluded: Iterable[Victim] = ()) -> tuple
     """
     excluded_pids = {victim.pid for victim in excluded} | set(_ancestors(os.getpid()))
     found = []
-    for pid in _descendants(agent.pid, _children_by_parent()):
+    for pid in descendants(agent.pid):
         process = inspect_process(pid)
         if process is not None and pid not in excluded_pids and process.uid == agent.uid:
             found.append(_victim(process, f"a process of {agent.what}"))
@@ -392,6 +362,16 @@ def has_ended(victim: Victim) -> bool:
     return now is None or now.start_ticks != victim.start_ticks or now.state in _ENDED
 
 
+def identify(pid: int) -> Victim | None:
+    """Return the process that has *pid* now, None without one."""
+    known = process(pid)
+    with suppress(OSError):
+        if known is not None:
+            uid = Path(f"/proc/{pid}").stat().st_uid
+            return Victim(pid, known.start_ticks, uid, known.name)
+    return None
+
+
 def _required_process(pid: int, what: str) -> ProcessSnapshot:
     process = inspect_process(pid)
     if process is None:
@@ -412,33 +392,10 @@ def _is_control_store(pid: int) -> bool:
     return STORE_SERVER_MODULE in _read_strings(Path(f"/proc/{pid}/cmdline"))
 
 
-def _parent(pid: int) -> int:
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(text.rpartition(")")[2].split()[1])
-
-
-def _children_by_parent() -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for item in processes():
-        with suppress(OSError, ValueError, IndexError):
-            children.setdefault(_parent(item.pid), []).append(item.pid)
-    return children
-
-
-def _descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    found: list[int] = []
-    queue = list(children.get(pid, ()))
-    while queue:
-        found.append(queue.pop(0))
-        queue += children.get(found[-1], ())
-    return found
-
-
 def _ancestors(pid: int) -> list[int]:
     found = [pid]
-    with suppress(OSError, ValueError, IndexError):
-        while found[-1] > 1:
-            found.append(_parent(found[-1]))
+    while (parent := parent_of(found[-1])) is not None and parent > 0:
+        found.append(parent)
     return found
 
 

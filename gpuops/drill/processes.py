@@ -1,7 +1,6 @@
 """Fault injectors that act on processes: kill, stop, slow down, freeze, drain."""
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,35 +23,19 @@ from gpuops.drill.fault import (
 from gpuops.drill.find import (
     RankAtStep,
     StepTrigger,
+    Victim,
     find_control_store,
     find_descendants,
     find_rank_at_step,
     find_worker,
-    read_raw_states,
+    identify,
+    read_states,
+    send,
 )
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE, DrillError, UsageError
 from gpuops.host.clock import Clock, SystemClock
-from gpuops.host.procfs import Process, process
 
 POLL_S = 0.005
-
-
-def kill_process(pid: int, seen: Process | None) -> bool:
-    """SIGKILL *pid* if it is still the process *seen*; return whether it is."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        now = process(pid)
-        if seen is None or now is None or now.start_ticks != seen.start_ticks:
-            return False
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def kill_at_step(
@@ -64,14 +47,15 @@ def kill_at_step(
 ) -> RankAtStep | None:
     """Kill the rank once it reaches the step; return it, None if *deadline_s* passed first."""
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
-    seen: dict[int, Process | None] = {}
+    seen: dict[int, Victim | None] = {}
     while clock.mono_ns() < end_ns:
-        states = read_raw_states(directory)
+        states = read_states(directory)
         for state in states:
-            for pid in (state.get("pids") or {}).values():
-                seen.setdefault(pid, process(pid))
+            for pid in state.pids.values():
+                seen.setdefault(pid, identify(pid))
         target = find_rank_at_step(trigger, states)
-        if target is not None and kill_process(target.pid, seen.get(target.pid)):
+        victim = None if target is None else seen[target.pid]
+        if victim is not None and send(victim, signal.SIGKILL):
             return target
         wait(POLL_S)
     return None

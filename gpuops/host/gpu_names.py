@@ -13,6 +13,7 @@ from gpuops.host.nvml.facts import NvmlSnapshot
 from gpuops.host.nvml.session import read_nvml
 from gpuops.host.process.probe import STOP_S
 from gpuops.host.sysfs import PciGpu, read_pci_gpus, sysfs_address
+from gpuops.host.trust import text_of
 
 _MARGIN_S = 0.1
 
@@ -52,13 +53,13 @@ def read_gpu_names(root: Path, logged_uuids: Mapping[str, str]) -> tuple[GpuName
     """Return the GPUs by address; *logged_uuids*: UUIDs by address from the kernel log."""
     folder = root / "proc/driver/nvidia/gpus"
     try:
-        found = {
-            sysfs_address(entry.name): _text(entry / "information") for entry in folder.iterdir()
+        found: dict[str, str | None] = {
+            sysfs_address(entry.name): text_of(entry / "information") for entry in folder.iterdir()
         }
     except OSError:
         found = {}
     if not found:
-        found = {gpu.address: "" for gpu in read_pci_gpus(root)}
+        found = {gpu.address: None for gpu in read_pci_gpus(root)}
     addresses = sorted({*found, *logged_uuids})
     return tuple(
         GpuName(
@@ -69,13 +70,6 @@ def read_gpu_names(root: Path, logged_uuids: Mapping[str, str]) -> tuple[GpuName
         )
         for index, address in enumerate(addresses)
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _found(pattern: re.Pattern[str], text: str | None) -> str | None:

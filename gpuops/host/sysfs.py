@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuops.host.trust import number_of
+
 NVIDIA = 0x10DE
 _DISPLAY = 0x03
 
@@ -34,15 +36,9 @@ def read_pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
 def _is_gpu(device: Path) -> bool:
     # sysfs keeps vendor and class from the bus scan, so they are readable for a lost device.
     return (
-        _number(device / "vendor") == NVIDIA and (_number(device / "class") or 0) >> 16 == _DISPLAY
+        number_of(device / "vendor", 16) == NVIDIA
+        and (number_of(device / "class", 16) or 0) >> 16 == _DISPLAY
     )
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"), 16)
-    except (OSError, ValueError):
-        return None
 
 
 def _gpu(device: Path) -> PciGpu:

@@ -192,7 +192,7 @@ def _early_exit(
         side=Side.USER,
         confidence=Confidence.PROBABLE,
         how=f"{_ranks_text(ends) or 'all ranks'} on "
-        f"{_limited_list(sorted(nodes))} had ended with code 0"
+        f"{limited_list(sorted(nodes))} had ended with code 0"
         " while others still needed them",
         culprits=_ranks(ends),
     )
@@ -219,7 +219,7 @@ def _behind_text(ordered: Sequence[NodeReport]) -> str:
     if not steps or min(steps) == max(steps):
         return how
     behind = [(node, end) for node, end in ends if end.step == min(steps)]
-    nodes = _limited_list(sorted({node for node, _ in behind}))
+    nodes = limited_list(sorted({node for node, _ in behind}))
     return f"{how}; {_ranks_text(behind)} on {nodes} had reached only step {min(steps)}"
 
 
@@ -232,11 +232,10 @@ def _ranks_text(ends: Sequence[tuple[str, RankEnd]]) -> str:
     ranks = sorted({end.rank for _, end in ends})
     if not ranks:
         return ""
-    return (
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {_limited_list([str(rank) for rank in ranks])}"
-    )
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {limited_list([str(rank) for rank in ranks])}"
 
 
-def _limited_list(names: Sequence[str], limit: int = 8) -> str:
+def limited_list(names: Sequence[str], limit: int = 8) -> str:
+    """Return ``"a, b and 3 more"``."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -46,7 +46,7 @@ from gpuops.errors import (
     EXIT_USAGE,
 )
 from gpuops.incident import budget
-from gpuops.incident.correlate import CausalRank, RootCause, find_root
+from gpuops.incident.correlate import CausalRank, RootCause, find_root, limited_list
 from gpuops.incident.decision import (
     CULPRITS_MAX,
     TEXT_CHARS_MAX,
@@ -295,7 +295,7 @@ def _uncounted_failure(context: _DecisionContext) -> _RuleResult | None:
             )
     if report is not None and report.kind is ReportKind.GATE_FAILED:
         why = (
-            f"restart without {_limited_list(context.nodes_at_fault)}"
+            f"restart without {limited_list(sorted(context.nodes_at_fault))}"
             if context.nodes_at_fault
             else "restart"
         )
@@ -320,7 +320,10 @@ def _budget_spent(context: _DecisionContext) -> _RuleResult | None:
 def _restart(context: _DecisionContext) -> _RuleResult:
     first = context.root.first
     if context.nodes_at_fault:
-        rule, why = "node.excluded", f"restart without {_limited_list(context.nodes_at_fault)}"
+        rule, why = (
+            "node.excluded",
+            f"restart without {limited_list(sorted(context.nodes_at_fault))}",
+        )
     elif context.root.causal_rank is CausalRank.NODE_LOST:
         rule, why = "node.lost", "restart with the remaining nodes"
     elif first is not None and first.exit_code in context.cluster.policy.benign_exit_codes:
@@ -343,7 +346,7 @@ def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDe
     restarts = result.action is RunAction.RESTART
     exclude = {**context.nodes_at_fault, **result.exclude}
     suspected = suspects_to_exclude(context.cluster, exclude) if restarts else {}
-    also = f", and without the suspected {_limited_list(suspected)}" if suspected else ""
+    also = f", and without the suspected {limited_list(sorted(suspected))}" if suspected else ""
     return RestartDecision(
         action=result.action,
         rule=result.rule,
@@ -365,7 +368,7 @@ def _describe_failure(context: _DecisionContext) -> str:
     where = (
         ""
         if context.root.is_shared
-        else f" on {_limited_list(context.root.nodes or (report.node,))}"
+        else f" on {limited_list(context.root.nodes or (report.node,))}"
     )
     if first is not None and first.summary:
         others = (
@@ -377,9 +380,3 @@ def _describe_failure(context: _DecisionContext) -> str:
             return f"{who}{where}{what.removeprefix(who)}{others}"
         return f"{what}{where}{others}"
     return f"{report.failure_class.value}{where}{f': {report.how}' if report.how else ''}"
-
-
-def _limited_list(names: Sequence[str] | Mapping[str, str], limit: int = 8) -> str:
-    known = sorted(names)
-    more = f" and {len(known) - limit} more" if len(known) > limit else ""
-    return ", ".join(known[:limit]) + more

@@ -1,6 +1,8 @@
 """The injector does what it says: this rank, at this step of this generation, and only that."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,8 +12,8 @@ from dataclasses import replace
 import pytest
 from support.runs import is_alive, wait_until
 
-from gpuops.drill.processes import StepTrigger, kill_process, main, read_raw_states
-from gpuops.host.procfs import process
+from gpuops.drill.find import identify, read_states, send
+from gpuops.drill.processes import StepTrigger, main
 from gpuops.wire.ring import (
     RING_BYTES,
     STEP_UNKNOWN,
@@ -43,6 +45,9 @@ class FakeRun:
             write_beat(self.ring, beat)
         (self.rings / "rank3.ring").write_bytes(self.ring)
         state = {
+            "run_id": "r1",
+            "node": "n0",
+            "agent_pid": os.getpid(),
             "generation": self.generation,
             "phase": phase,
             "pids": {"3": pid or self.process.pid},
@@ -140,12 +145,11 @@ def test_a_ring_of_another_process_kills_no_stranger(runs):
 
 def test_a_pid_that_was_used_again_is_not_killed(runs):
     run = runs()
-    seen = process(run.process.pid)
+    seen = identify(run.process.pid)
 
-    assert not kill_process(run.process.pid, replace(seen, start_ticks=seen.start_ticks + 1))
-    assert not kill_process(run.process.pid, None)
+    assert not send(replace(seen, start_ticks=seen.start_ticks + 1), signal.SIGKILL)
     assert is_alive(run.process.pid)
-    assert kill_process(run.process.pid, seen)
+    assert send(seen, signal.SIGKILL)
     wait_until(lambda: not is_alive(run.process.pid))
 
 
@@ -153,8 +157,8 @@ def test_of_several_runs_the_newest_counts(runs):
     runs(name="20250101T000000Z-old-00000001").publish(step=1)
     newest = runs(name="20260101T000000Z-new-00000002").publish(step=2)
 
-    (state,) = read_raw_states(runs.parent)
-    assert state["ring_dir"] == str(newest.rings)
+    (state,) = read_states(runs.parent)
+    assert state.ring_dir == newest.rings
 
 
 def test_arguments_that_make_no_sense_end_with_64(capsys):

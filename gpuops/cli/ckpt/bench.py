@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpuops.cli.ckpt.address import needs_extra
-from gpuops.cli.options import exit_on_ctrl_c, json_option
+from gpuops.cli.options import exit_on_ctrl_c, json_option, option_callback
 from gpuops.config.schema import to_size
 from gpuops.errors import UsageError
 from gpuops.model import envelope
@@ -105,28 +105,28 @@ SIZE_BYTES_MAX = 2**40
 STEP_TIME_S_MAX = 10.0
 
 
-def _parse_size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
-    try:
-        found = to_size(value)
-    except ValueError as exc:
-        raise click.BadParameter(str(exc)) from exc
+def _parse_size(text: str) -> int:
+    found = to_size(text)
     if not SIZE_BYTES_MIN <= found <= SIZE_BYTES_MAX:
-        raise click.BadParameter(f"{value}: from {SIZE_BYTES_MIN} to {SIZE_BYTES_MAX} bytes")
+        raise ValueError(f"{text}: from {SIZE_BYTES_MIN} to {SIZE_BYTES_MAX} bytes")
     return found
 
 
-def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
-    try:
-        found = parse_seconds(value)
-    except ValueError as exc:
-        raise click.BadParameter(str(exc)) from exc
+def _parse_step_time(text: str) -> float:
+    found = parse_seconds(text)
     if not 0 < found <= STEP_TIME_S_MAX:
-        raise click.BadParameter(f"{value}: above 0, and up to {STEP_TIME_S_MAX:g} s")
+        raise ValueError(f"{text}: above 0, and up to {STEP_TIME_S_MAX:g} s")
     return found
 
 
 @click.command(epilog="Example: gpuops ckpt bench --dir /scratch --size 500MB")
-@click.option("--size", metavar="SIZE", default="2GB", show_default=True, callback=_parse_size)
+@click.option(
+    "--size",
+    metavar="SIZE",
+    default="2GB",
+    show_default=True,
+    callback=option_callback(_parse_size),
+)
 @click.option("--tensors", type=click.IntRange(6, 1_000_000), default=300, show_default=True)
 @click.option(
     "--small-tensors",
@@ -147,7 +147,7 @@ def _parse_step_time(_ctx: click.Context, _param: click.Parameter, value: str) -
     metavar="TIME",
     default="10ms",
     show_default=True,
-    callback=_parse_step_time,
+    callback=option_callback(_parse_step_time),
     help="Of the concurrent training; thirty such steps come before each save.",
 )
 @click.option(

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,7 +17,7 @@ from gpuops.checkpoint.placement.estimate import (
 )
 from gpuops.checkpoint.placement.replica_placement import NODES_MAX
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX
-from gpuops.cli.options import json_option
+from gpuops.cli.options import json_option, option_callback
 from gpuops.config.schema import seconds_up_to, to_size
 from gpuops.errors import EXIT_FAIL, EXIT_OK, UsageError
 from gpuops.hostlist import expand
@@ -32,20 +31,6 @@ SLOWDOWN_PERCENT = "8"
 PERCENT_MIN = 1e-6
 _GBIT_BYTES = 1e9 / 8
 _GB_BYTES = 1e9
-
-OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
-
-
-def _option_callback(parse: Callable[[object], Any]) -> OptionCallback:
-    """Return a callback that parses an option's text with *parse*."""
-
-    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> object:
-        try:
-            return None if value is None else parse(value)
-        except ValueError as exc:
-            raise click.BadParameter(str(exc)) from exc
-
-    return read
 
 
 def _parse_percent(value: object) -> float:
@@ -70,10 +55,10 @@ def _positive_up_to(maximum: float) -> Callable[[object], float]:
     return read
 
 
-_RATE = _option_callback(_positive_up_to(1e6))
-_TIME = _option_callback(seconds_up_to(TIME_S_MAX))
-_SIZE = _option_callback(to_size)
-_PERCENT = _option_callback(_parse_percent)
+_RATE = option_callback(_positive_up_to(1e6))
+_TIME = option_callback(seconds_up_to(TIME_S_MAX))
+_SIZE = option_callback(to_size)
+_PERCENT = option_callback(_parse_percent)
 
 
 @click.command(epilog="Example: gpuops ckpt plan --nodes 64 --bytes-per-gpu 12GB --json")
@@ -115,7 +100,7 @@ _PERCENT = _option_callback(_parse_percent)
 @click.option(
     "--mtbf-hours",
     metavar="HOURS",
-    callback=_option_callback(_positive_up_to(1e7)),
+    callback=option_callback(_positive_up_to(1e7)),
     help="Between failures of the job; default: 6.5 in 1000 node days.",
 )
 @click.option(

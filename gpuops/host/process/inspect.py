@@ -96,10 +96,10 @@ def process_state(pid: int, root: Path = Path("/")) -> ThreadState | None:
 def thread_state(pid: int, thread_id: int, root: Path = Path("/")) -> ThreadState | None:
     """Return the state of one thread of *pid*, None if it is gone."""
     task = root / f"proc/{pid}/task/{thread_id}"
-    stat = parse_stat(_text(task / "stat"))
+    stat = parse_stat(text_of(task / "stat") or "")
     if stat is None:
         return None
-    wchan = _text(task / "wchan").strip()
+    wchan = text_of(task / "wchan") or ""
     return ThreadState(stat.state, None if wchan in {"", "0"} else wchan)
 
 
@@ -113,13 +113,6 @@ def _thread_ids(pid: int, root: Path) -> list[int]:
     except (OSError, ValueError):
         return []
     return sorted(ids, key=lambda thread_id: (thread_id != pid, thread_id))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 _CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]{16})$", re.MULTILINE)
@@ -177,21 +170,21 @@ def descendants(pid: int, root: Path = Path("/")) -> list[int]:
     """Return the living descendants of *pid*, parents before children."""
     children: dict[int, list[int]] = {}
     for stat in (root / "proc").glob("[0-9]*/stat"):
-        found = _parent(stat)
-        if found is not None:
-            children.setdefault(found, []).append(int(stat.parent.name))
+        child = int(stat.parent.name)
+        parent = parent_of(child, root)
+        if parent is not None:
+            children.setdefault(parent, []).append(child)
     ordered = [pid]
     for parent in ordered:
         ordered += children.get(parent, [])
     return ordered[1:]
 
 
-def _parent(stat: Path) -> int | None:
-    """Return the fourth field of proc(5); the name before it may hold anything."""
+def parent_of(pid: int, root: Path = Path("/")) -> int | None:
+    """Return the parent of *pid* (field 4 of proc(5)), None if it is gone."""
     try:
-        fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return int(fields[1])
-    except (OSError, ValueError, IndexError):
+        return int((text_of(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()[1])
+    except (ValueError, IndexError):
         return None
 
 

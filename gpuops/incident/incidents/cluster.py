@@ -7,6 +7,7 @@ records it for the run. Pure.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpuops.incident.correlate import limited_list
 from gpuops.incident.decision import NodeReport, RankEnd, ReportKind, RestartDecision, RunAction
 from gpuops.incident.lifecycle import gate_incident_id, incident_id, suspect_incident_id
 from gpuops.model import (
@@ -28,7 +29,6 @@ AUTHORITY_DECIDED = 3
 AUTHORITY_REMOTE = 1
 AUTHORITY_LOCAL = 2
 SEPARATE_REPORTS_MAX = 32
-NAMES_MAX = 8
 TITLE_CHARS_MAX = 300
 
 _NO_FAILURE_KINDS = frozenset({ReportKind.STOPPED, ReportKind.DONE})
@@ -312,14 +312,9 @@ def _other_evidence(reports: Sequence[NodeReport], cause: NodeReport | None) -> 
         text = f"{len(failed) - SEPARATE_REPORTS_MAX} more nodes reported failures"
         found.append(Evidence(role=Role.SYMPTOM, text=text))
     if quiet:
-        text = f"nothing failed on {_limited_list(quiet)}; stopped with the others"
+        text = f"nothing failed on {limited_list(quiet)}; stopped with the others"
         found.append(Evidence(role=Role.NOISE, text=text))
     return found
-
-
-def _limited_list(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - NAMES_MAX} more" if len(nodes) > NAMES_MAX else ""
-    return f"{', '.join(nodes[:NAMES_MAX])}{more}"
 
 
 def _how_text(how: str | None, reports: Sequence[NodeReport]) -> str | None:

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gpuops.model import Event
 from gpuops.store.columns import derived_id
 from gpuops.store.ingest.merge import MergeRule, Row
 from gpuops.store.spool.format import SpoolLine, SpoolLineError
+
+T = TypeVar("T")
 
 SHORT_TEXT_MAX = 255
 _INTEGER_MAX = 2**63
@@ -16,9 +18,10 @@ _TEXT_MAX = 64 * 1024
 
 
 class PayloadReader:
-    """Reads the values of a payload, and refuses those of another type.
+    """Reads the values of a payload; all methods raise `SpoolLineError` for other types.
 
-    A missing key is None: agents of an older release do not send the newest keys.
+    A missing key is None: agents of an older release do not send the newest keys. For the
+    ``required_*`` methods it is an error.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -26,11 +29,7 @@ class PayloadReader:
         self._where = where
 
     def integer(self, name: str) -> int | None:
-        """Return an integer that fits a 64-bit column.
-
-        Raises:
-            SpoolLineError: It is another value.
-        """
+        """Return an integer that fits a 64-bit column."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -41,11 +40,7 @@ class PayloadReader:
         return value
 
     def text(self, name: str) -> str | None:
-        """Return a text (a number is converted).
-
-        Raises:
-            SpoolLineError: It is another value.
-        """
+        """Return a text (a number is converted)."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -54,22 +49,14 @@ class PayloadReader:
         return str(value)
 
     def short_text(self, name: str) -> str | None:
-        """Return a short text that fits an index.
-
-        Raises:
-            SpoolLineError: It is another value.
-        """
+        """Return a short text that fits an index."""
         value = self.text(name)
         if value is not None and len(value) > SHORT_TEXT_MAX:
             raise self.field_error(name, f"at most {SHORT_TEXT_MAX} characters")
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts; an empty one if the key is missing.
-
-        Raises:
-            SpoolLineError: It is another value.
-        """
+        """Return a list of texts; an empty one if the key is missing."""
         values = self._values.get(name)
         if values is None:
             return []
@@ -78,34 +65,15 @@ class PayloadReader:
         return values
 
     def required_integer(self, name: str) -> int:
-        """Return a required integer.
-
-        Raises:
-            SpoolLineError: It is missing or another value.
-        """
-        value = self.integer(name)
-        if value is None:
-            raise self.field_error(name, "present")
-        return value
+        return self._required(name, self.integer(name))
 
     def required_text(self, name: str) -> str:
-        """Return a required text.
-
-        Raises:
-            SpoolLineError: It is missing or another value.
-        """
-        value = self.text(name)
-        if value is None:
-            raise self.field_error(name, "present")
-        return value
+        return self._required(name, self.text(name))
 
     def required_short_text(self, name: str) -> str:
-        """Return a required short text.
+        return self._required(name, self.short_text(name))
 
-        Raises:
-            SpoolLineError: It is missing or another value.
-        """
-        value = self.short_text(name)
+    def _required(self, name: str, value: T | None) -> T:
         if value is None:
             raise self.field_error(name, "present")
         return value

@@ -155,7 +155,7 @@ def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _end_us(value: object, where: str) -> int:
-    """Return the moment after the day *value* in UTC, or *value* itself where it has a time."""
+    """Return the moment after the day *value* in UTC, or *value* itself if it has a time."""
     if isinstance(value, datetime):
         if value.tzinfo is None:
             raise ConfigError(

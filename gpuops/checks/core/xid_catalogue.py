@@ -60,7 +60,7 @@ class SxidClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidKind:
-    """One Xid. ``action``: the catalogue's immediate action, "" where it names none."""
+    """One Xid. ``action``: the catalogue's immediate action, "" if it names none."""
 
     code: int
     name: str

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from gpuops.agent.checkpoint.api import FinalFlush
 from gpuops.agent.checkpoint.keeper_events import SaveCounter, journal_event, read_events
-from gpuops.agent.journal.payloads import LastSave
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.status.server import metrics as agent_metrics
 from gpuops.agent.status.state import RankStatus, state_json
+from gpuops.checkpoint.types import StateId
 from gpuops.checks.core.runner import CheckFailure, CheckRun
 from gpuops.cli.check.request import metrics as check_metrics
 from gpuops.drill.fault import Fault, InjectionResult
@@ -133,18 +134,15 @@ def _of_runs(clock):
     chronicle.drain_requested("SIGTERM", 30.0)
     chronicle.tool_failed("spool", OSError("full"), "Traceback")
     chronicle.tool_failed_again("spool", 3)
-    chronicle.saved_last(
-        LastSave(
-            fitted=True,
-            has_place=True,
-            step=57,
-            newest_step=57,
-            seconds=1.0,
-            within_s=9.0,
-            directory=str(Path("/states")),
-            why=None,
-        )
+    saved = FinalFlush(
+        state=StateId(0, 57),
+        newest=StateId(0, 57),
+        fitted=True,
+        seconds=1.0,
+        within_s=9.0,
+        directory=str(Path("/states")),
     )
+    chronicle.saved_last(saved.to_json(), saved.to_text())
     return told
 
 

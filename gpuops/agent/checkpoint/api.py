@@ -8,6 +8,7 @@ from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Roster
 from gpuops.model import Json
+from gpuops.units import format_seconds
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
@@ -32,6 +33,35 @@ class FinalFlush:
     within_s: float = 0.0
     directory: str | None = None
     why: str | None = None
+
+    def to_json(self) -> Json:
+        """Return the payload of ``checkpoint.flushed``."""
+        return {
+            "fitted": self.fitted,
+            "has_place": self.has_place,
+            "step": None if self.state is None else self.state.step,
+            "newest_step": None if self.newest is None else self.newest.step,
+            "seconds": self.seconds,
+            "within_s": self.within_s,
+            "directory": self.directory,
+            "why": self.why,
+        }
+
+    def to_text(self) -> str:
+        """Return it as one sentence."""
+        place = "" if self.directory is None else f" in {self.directory}"
+        time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"
+        step = "" if self.state is None else f" of step {self.state.step}"
+        if self.fitted:
+            return f"the checkpoint{step} persisted{place} ({time})"
+        newest = "" if self.newest is None else f" of step {self.newest.step}"
+        if not self.has_place:
+            return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"
+        left = f"that{step}" if step else "nothing of this run"
+        why = self.why or "there was no time left"
+        return (
+            f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} is there{place}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +93,7 @@ class CheckpointService:
         return None
 
     def begin(
-        self,
-        generation: int,
-        n_nodes: int,
-        excluded_step: int | None,
-        roster: Roster | None = None,
+        self, generation: int, n_nodes: int, excluded_step: int | None, roster: Roster | None = None
     ) -> None:
         """Prepare for the workers of a generation, which start next; *roster* has their ranks."""
 

@@ -81,9 +81,6 @@ def failures_on_record(url: str, cluster: str, root: Path, clock: Clock) -> Fail
         store.begin() as connection,
     ):
         found = read_exposure(
-            connection,
-            since_us=now_us - WINDOW_DAYS * _DAY_US,
-            until_us=now_us,
-            cluster=cluster,
+            connection, since_us=now_us - WINDOW_DAYS * _DAY_US, until_us=now_us, cluster=cluster
         )
     return FailureRate(min(found.n_failures, N_MAX), min(found.node_hours, HOURS_MAX))

@@ -137,11 +137,7 @@ class KeeperSupervisor(CheckpointService):
         return found
 
     def begin(
-        self,
-        generation: int,
-        n_nodes: int,
-        excluded_step: int | None,
-        roster: Roster | None = None,
+        self, generation: int, n_nodes: int, excluded_step: int | None, roster: Roster | None = None
     ) -> None:
         """Prepare for the workers of a generation; a keeper that died is replaced first."""
         with self._locked("preparing the checkpoints", self._times.ready_s) as is_locked:

@@ -20,7 +20,6 @@ from gpuops.agent.checkpoint.keeper_events import (
     resume_report,
     state_json,
 )
-from gpuops.agent.journal.payloads import LastSave
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.checkpoint.types import CheckpointError, KeeperError, StateId
@@ -32,10 +31,7 @@ log = logging.getLogger(__name__)
 
 COUNTS_EVERY_S = 60.0
 # Errors of the state itself or of its storage: each is an incident.
-_TROUBLE = {
-    "persist_failed": "persisting a checkpoint",
-    "corrupt": "the bytes of a checkpoint",
-}
+_TROUBLE = {"persist_failed": "persisting a checkpoint", "corrupt": "the bytes of a checkpoint"}
 _NUMBERS = re.compile(r"[0-9a-f]{16}|\d+")
 
 
@@ -81,26 +77,19 @@ class CheckpointRecord:
         }
         self._journal.checkpoint("checkpoint.keeper", payload)
         if started.ended:
-            self._hung(started, lost)
-        elif lost is not None and newest is None:
+            self.failed("keeping checkpoints in memory", KeeperError(started.ended))
+        if started.ended or (lost is not None and newest is None):
+            how = f"hung and was ended ({started.ended})" if started.ended else "died"
+            what = "its state" if lost is None else f"the state of step {lost.step}"
             self._warn(
-                f"the keeper of the checkpoints died, and the state of step {lost.step} in memory "
-                "is lost; it was restarted, and the next state is saved as usual"
+                f"the keeper of the checkpoints {how}, and {what} in memory is lost; it was "
+                "restarted, and the next state is saved as usual"
             )
         if started.adopted and newest is not None and lost is None:
             self._say_news(
                 f"found the checkpoint of step {newest.step} in memory, left by a killed agent of "
                 "this job: the workers resume from it"
             )
-
-    def _hung(self, started: StartedKeeper, lost: StateId | None) -> None:
-        """Report a keeper that hung, and was therefore ended and replaced."""
-        self.failed("keeping checkpoints in memory", KeeperError(started.ended))
-        what = "what it held" if lost is None else f"the state of step {lost.step}"
-        self._warn(
-            f"the keeper of the checkpoints hung and was ended ({started.ended}), and {what} in "
-            "memory is lost; it was restarted, and the next state is saved as usual"
-        )
 
     def record_events(self, events: Sequence[KeeperEvent]) -> None:
         """Record *events*, one by one or counted."""
@@ -129,21 +118,12 @@ class CheckpointRecord:
 
     def flushed(self, done: FinalFlush) -> None:
         """Record the result of a flush, and show it to the user."""
-        facts = LastSave(
-            fitted=done.fitted,
-            has_place=done.has_place,
-            step=None if done.state is None else done.state.step,
-            newest_step=None if done.newest is None else done.newest.step,
-            seconds=done.seconds,
-            within_s=done.within_s,
-            directory=done.directory,
-            why=done.why,
-        )
-        self._journal.saved_last(facts)
+        text = done.to_text()
+        self._journal.saved_last(done.to_json(), text)
         if done.is_end and not done.fitted:
-            error = CheckpointError(facts.to_text())
+            error = CheckpointError(text)
             self._journal.tool_failed("persisting the last checkpoint", error, "")
-        (self._say_news if facts.fitted else self._warn)(facts.to_text())
+        (self._say_news if done.fitted else self._warn)(text)
 
     def end_generation(self) -> None:
         """Record the counts: the generation, or the run, has ended."""

@@ -29,14 +29,7 @@ from gpuops.checkpoint.agreement.recovery import RestoreInputs, RestorePlan, pla
 from gpuops.checkpoint.placement.domains import DomainPath, align_paths
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place, rebalance
 from gpuops.checkpoint.placement.survival import n_colocated
-from gpuops.checkpoint.types import (
-    CheckpointError,
-    Digest,
-    Shard,
-    ShardCopy,
-    StateId,
-    Tier,
-)
+from gpuops.checkpoint.types import CheckpointError, Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.control.record import Roster
 from gpuops.units import format_seconds
 

@@ -161,20 +161,17 @@ class EventJournal:
             self._emit_event(of_incident(incident))
 
     @locked
-    def saved_last(self, facts: payloads.LastSave) -> None:
+    def saved_last(self, payload: Json, text: str) -> None:
         """Record the result of the last save before an end, as evidence of its incident too."""
-        severity = Severity.INFO if facts.fitted else Severity.WARNING
-        self._emit("checkpoint.flushed", asdict(facts), severity=severity)
-        self._last_save = (Evidence(role=Role.RECOVERY, text=facts.to_text(), entity=self._here),)
+        severity = Severity.INFO if payload["fitted"] else Severity.WARNING
+        self._emit("checkpoint.flushed", payload, severity=severity)
+        self._last_save = (Evidence(role=Role.RECOVERY, text=text, entity=self._here),)
 
     @locked
     def replicas_differ(self, found: ReplicaMismatch) -> None:
         """Record that replicas differ; `replicas_alike` closes the incident."""
         incident = incident_from_replicas(
-            found,
-            run_id=self._run_id,
-            node=self._node,
-            at_us=self._clock.now_us(),
+            found, run_id=self._run_id, node=self._node, at_us=self._clock.now_us()
         )
         self._differing[found.ranks] = incident
         self._emit_event(of_incident(incident, Severity.ERROR))

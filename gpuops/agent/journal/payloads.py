@@ -18,7 +18,6 @@ from gpuops.incident.decision import (
     RestartPolicy,
 )
 from gpuops.model import Json, WorkerExit
-from gpuops.units import format_seconds
 
 REPORTS_MAX = 64  # in one event, which a line of the spool must hold
 ENDS_MAX = 8
@@ -64,39 +63,6 @@ class AttemptFacts:
     slurm_restart_count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastSave:
-    """The result of the last save before an end. ``step`` is in ``directory``, None where none is.
-
-    ``newest_step`` was committed in memory. ``fitted``: it was saved in time. ``has_place`` False:
-    no directory is configured.
-    """
-
-    fitted: bool
-    has_place: bool
-    step: int | None
-    newest_step: int | None
-    seconds: float
-    within_s: float
-    directory: str | None
-    why: str | None
-
-    def to_text(self) -> str:
-        """Return it as one sentence."""
-        place = "" if self.directory is None else f" in {self.directory}"
-        time = f"{format_seconds(self.seconds)} of {format_seconds(self.within_s)}"
-        if self.fitted:
-            return f"the checkpoint of step {self.step} persisted{place} ({time})"
-        newest = "" if self.newest_step is None else f" of step {self.newest_step}"
-        if not self.has_place:
-            return f"the checkpoint{newest} was in memory only: name a directory with --ckpt-dir"
-        left = "nothing of this run" if self.step is None else f"that of step {self.step}"
-        why = self.why or "there was no time left"
-        return (
-            f"the newest checkpoint{newest} did not persist ({time}): {why}; {left} is there{place}"
-        )
-
-
 def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
     """Return Slurm's job id and how often it has restarted the job, by its environment."""
     restarts = env.get("SLURM_RESTART_COUNT", "")
@@ -105,11 +71,7 @@ def slurm_job(env: Mapping[str, str]) -> tuple[str | None, int]:
 
 def first_step(first: FirstStep, at_us: int) -> Json:
     """Return the payload of ``attempt.first_step``."""
-    return {
-        "first_step_us": at_us,
-        "step": first.step,
-        "step_source": first.source.name.lower(),
-    }
+    return {"first_step_us": at_us, "step": first.step, "step_source": first.source.name.lower()}
 
 
 def minute(summary: MinuteProgress, minute_us: int) -> Json:

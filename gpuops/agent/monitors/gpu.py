@@ -16,11 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
-from gpuops.agent.monitors.gpu_events import (
-    GpuEvent,
-    GpuEvents,
-    judge_xid,
-)
+from gpuops.agent.monitors.gpu_events import GpuEvent, GpuEvents, judge_xid
 from gpuops.checks.core.xid_catalogue import XidKind, load_xids
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock

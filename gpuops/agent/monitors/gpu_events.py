@@ -28,16 +28,7 @@ from gpuops.host.xid_watch import LOST, XidEvent, XidSource
 from gpuops.incident.decision import ReportKind
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
-from gpuops.model import (
-    Confidence,
-    Entity,
-    EntityKind,
-    Evidence,
-    FailureClass,
-    Role,
-    Side,
-    Status,
-)
+from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side, Status
 
 _MILD_ACTIONS = frozenset({"IGNORE", "RESTART_APP"})
 _NOTHING_WANTED = "None"

@@ -73,11 +73,7 @@ class GpuMemoryGate:
     returns a result. Between `started` and `begin` the memory is not read.
     """
 
-    def __init__(
-        self,
-        open_lines: Callable[[], WatchingChild],
-        clock: Clock,
-    ) -> None:
+    def __init__(self, open_lines: Callable[[], WatchingChild], clock: Clock) -> None:
         self._open_lines = open_lines
         self._clock = clock
 

@@ -27,15 +27,7 @@ from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.host.clock import Clock
 from gpuops.host.process.command import CommandEnd, run_bounded
 from gpuops.incident.decision import NodeReport, ReportKind
-from gpuops.model import (
-    Confidence,
-    Entity,
-    EntityKind,
-    FailureClass,
-    Side,
-    Status,
-    UnknownReason,
-)
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side, Status, UnknownReason
 from gpuops.scrub import scrub
 from gpuops.units import NS_PER_S
 
@@ -218,7 +210,7 @@ class PreflightPlan:
     env: Mapping[str, str]
     deadline_s: float = 20.0
     gpus: Collection[str] = ()
-    suite: str = "preflight"
+
     command: Sequence[str] = (sys.executable, "-P", "-m", "gpuops")
 
     def argv(self) -> list[str]:
@@ -229,7 +221,7 @@ class PreflightPlan:
         return [
             *self.command,
             "check",
-            *("--suite", self.suite),
+            *("--suite", "preflight"),
             *("--trigger", "preflight"),
             *("--deadline", f"{probes_s:g}"),
             *gpus,

@@ -6,8 +6,10 @@ import pytest
 from support.decisions import cluster, decision, failure, report, stopped
 from support.exits import RULES
 
-from gpuops.agent.journal.payloads import AttemptFacts, LastSave
+from gpuops.agent.checkpoint.api import FinalFlush
+from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.journal.run_journal import RunJournal
+from gpuops.checkpoint.types import StateId
 from gpuops.host.clock import FakeClock
 from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import ReportKind, RunAction
@@ -726,17 +728,11 @@ def test_a_first_start_from_a_state_is_no_incident(world):
 def test_the_end_that_was_asked_for_says_what_became_of_the_last_save(world, how):
     world.start(0)
     world.step(1)
-    save = LastSave(
-        fitted=True,
-        has_place=True,
-        step=1,
-        newest_step=1,
-        seconds=2.0,
-        within_s=20.0,
-        directory="/ckpt",
-        why=None,
+    step = StateId(0, 1)
+    save = FinalFlush(
+        state=step, newest=step, fitted=True, seconds=2.0, within_s=20.0, directory="/ckpt"
     )
-    world.journal.saved_last(save)
+    world.journal.saved_last(save.to_json(), save.to_text())
     if how == "drained":
         world.journal.drained("SIGTERM", [], 85)
     else:

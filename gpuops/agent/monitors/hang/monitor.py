@@ -260,9 +260,7 @@ class HangMonitor(Monitor):
 
     def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
         return NodeHangView(
-            watched=watched,
-            steps=self._judge.steps,
-            silences_s=self._judge.silences_s(now_ns),
+            watched=watched, steps=self._judge.steps, silences_s=self._judge.silences_s(now_ns)
         )
 
 

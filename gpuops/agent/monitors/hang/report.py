@@ -26,7 +26,7 @@ FRAMES_SHOWN = 20
 LINE_CHARS = 400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class HangCulprits:
     """The ranks that cause a hang, and its class; no ``ranks`` where none here is to blame."""
 
@@ -46,9 +46,7 @@ def class_of(state: RankState) -> FailureClass:
 
 
 def blame(
-    hang: HangFinding,
-    diagnoses: Mapping[int, RankDiagnosis],
-    finished: Sequence[int] = (),
+    hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis], finished: Sequence[int] = ()
 ) -> HangCulprits:
     """Return the ranks to blame for *hang*.
 
@@ -58,13 +56,8 @@ def blame(
     for state, failure_class, side, confidence in _DECISIVE:
         ranks = tuple(sorted(r for r, diagnosis in diagnoses.items() if diagnosis.state is state))
         if ranks:
-            return HangCulprits(
-                ranks=ranks,
-                failure_class=failure_class,
-                side=side,
-                confidence=confidence,
-                why=diagnoses[ranks[0]].how,
-            )
+            how = diagnoses[ranks[0]].how
+            return HangCulprits(ranks, failure_class, side, confidence, how)
     return _by_progress(hang, diagnoses) or _by_absence(finished)
 
 
@@ -76,31 +69,19 @@ def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> H
     named = [rank for rank in behind if rank in elsewhere] or elsewhere or behind
     if not named:
         return None
-    return HangCulprits(
-        ranks=tuple(named),
-        failure_class=FailureClass.HANG_NO_PROGRESS,
-        side=Side.AMBIGUOUS,
-        confidence=Confidence.PROBABLE,
-        why=diagnoses[named[0]].how,
-    )
+    ranks, how = tuple(named), diagnoses[named[0]].how
+    failure_class = FailureClass.HANG_NO_PROGRESS
+    return HangCulprits(ranks, failure_class, Side.AMBIGUOUS, Confidence.PROBABLE, how)
 
 
 def _by_absence(finished: Sequence[int]) -> HangCulprits:
     if finished:
-        return HangCulprits(
-            ranks=tuple(sorted(finished)),
-            failure_class=FailureClass.USER_EARLY_EXIT,
-            side=Side.AMBIGUOUS,
-            confidence=Confidence.PROBABLE,
-            why="had finished its program",
-        )
-    return HangCulprits(
-        ranks=(),
-        failure_class=FailureClass.HANG_COLLECTIVE,
-        side=Side.AMBIGUOUS,
-        confidence=Confidence.SYMPTOM_ONLY,
-        why="all wait for other ranks, and none is behind",
-    )
+        ranks, how = tuple(sorted(finished)), "had finished its program"
+        failure_class = FailureClass.USER_EARLY_EXIT
+        return HangCulprits(ranks, failure_class, Side.AMBIGUOUS, Confidence.PROBABLE, how)
+    how = "all wait for other ranks, and none is behind"
+    failure_class = FailureClass.HANG_COLLECTIVE
+    return HangCulprits((), failure_class, Side.AMBIGUOUS, Confidence.SYMPTOM_ONLY, how)
 
 
 def sentence(hang: HangFinding, found: HangCulprits) -> str:

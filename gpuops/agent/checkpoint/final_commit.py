@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpuops.agent.checkpoint.api import FinalFlush
 from gpuops.agent.checkpoint.follower import CommitFollower
+from gpuops.agent.checkpoint.messages import CommitRecord
 from gpuops.checkpoint.types import StateId
 from gpuops.host.clock import Clock
 from gpuops.units import NS_PER_S, format_seconds
@@ -55,12 +56,12 @@ class FinalCommit:
             return None
         last = follower.last
         if not why and last is not None and last > newest:
-            why = follower.why_missed(last) or "not all nodes have it"
+            why = follower.agreed.last.why_missed(last) or "not all nodes have it"
             newest = last
         elif why:
             self._given_up = (newest, why)
         return FinalFlush(
-            state=follower.persisted,
+            state=follower.agreed.persisted,
             newest=newest,
             fitted=not why,
             directory=follower.directory,
@@ -71,7 +72,8 @@ class FinalCommit:
         """Wait until all nodes have committed the last state of the ranks."""
         follower, began_ns = self.follower, self.clock.mono_ns()
         while follower.is_on and follower.is_led() and follower.is_uncommitted:
-            is_missed = follower.last is not None and follower.why_missed(follower.last)
+            last = follower.last
+            is_missed = last is not None and follower.agreed.last.why_missed(last)
             if is_missed or self._seconds_since(began_ns) >= within_s:
                 break
             self.pause(POLL_S)
@@ -81,12 +83,13 @@ class FinalCommit:
     def _await_persisted(self, newest: StateId, began_ns: int, within_s: float) -> str | None:
         """Return "" once *newest* is persistent, else why it is not; None without a leader."""
         follower = self.follower
-        self._progress, self._progress_ns = follower.progress_mark, self.clock.mono_ns()
+        self._progress, self._progress_ns = _progress_of(follower.agreed), self.clock.mono_ns()
         self._trouble_ns = None
         while True:
             follower.fetch()
             is_alive = self.poll()
-            if follower.persisted is not None and follower.persisted >= newest:
+            persisted = follower.agreed.persisted
+            if persisted is not None and persisted >= newest:
                 return ""
             why = self._why_missed(newest) or ("" if is_alive else "its keeper is gone")
             why = why or self._why_stalled()
@@ -100,7 +103,7 @@ class FinalCommit:
         """Return why all nodes gave *newest* up, "" where they did not."""
         if self._given_up is not None and self._given_up[0] >= newest:
             return self._given_up[1]
-        return self.follower.why_missed(newest)
+        return self.follower.agreed.last.why_missed(newest)
 
     def _why_stalled(self) -> str:
         """Return why waiting longer is useless, "" while it is not."""
@@ -109,12 +112,18 @@ class FinalCommit:
             self._trouble_ns = self._trouble_ns or now_ns
             return follower.trouble if self._seconds_since(self._trouble_ns) >= REPORT_S else ""
         self._trouble_ns = None
-        if follower.progress_mark != self._progress:
-            self._progress, self._progress_ns = follower.progress_mark, now_ns
+        progress = _progress_of(follower.agreed)
+        if progress != self._progress:
+            self._progress, self._progress_ns = progress, now_ns
         if self._seconds_since(self._progress_ns) < STALLED_S:
             return ""
-        names = ", ".join(follower.behind) or "a node"
+        names = ", ".join(follower.agreed.last.behind) or "a node"
         return f"{names} has written nothing for {format_seconds(STALLED_S)}"
 
     def _seconds_since(self, then_ns: int) -> float:
         return (self.clock.mono_ns() - then_ns) / NS_PER_S
+
+
+def _progress_of(record: CommitRecord) -> object:
+    """Return a value that changes while any node makes progress with persisting."""
+    return (record.committed, record.persist, record.sealed, record.persisted, record.last)

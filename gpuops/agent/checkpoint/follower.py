@@ -73,7 +73,7 @@ class CommitFollower:
     leader at present. ``must_persist`` asks all nodes to persist their newest state; ``trouble`` is
     the error that has prevented this here since, "" without one (a failure to write an older state
     does not count). ``is_over``: the ranks here have ended. ``last`` is the state that one of them
-    requested as the final one.
+    requested as the final one. ``agreed`` is the newest commit record.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CommitFollower:
         self._previous: tuple[_Generation | None, int | None] = (None, None)
         self._difference_reporter = ReplicaDifferenceReporter(location.me)
         self._status: Json | None = None
-        self._commit = CommitRecord()
+        self.agreed = CommitRecord()
         self._restore_found: RestorePlan | None = None
         self._epoch_max = -1
         self._port: int | None = None
@@ -122,27 +122,6 @@ class CommitFollower:
         """Return whether ranks wait for the decision which state to load."""
         now = self._current
         return now is not None and not now.is_restore_set and self._status is not None
-
-    @property
-    def persisted(self) -> StateId | None:
-        """Return the newest state that is complete in the directory, as far as reported."""
-        return self._commit.persisted
-
-    @property
-    def progress_mark(self) -> object:
-        """Return a value that changes while any node makes progress with persisting."""
-        record = self._commit
-        return (record.committed, record.persist, record.sealed, record.persisted, record.last)
-
-    @property
-    def behind(self) -> tuple[str, ...]:
-        """Return nodes that have not written their part of the state to persist."""
-        return self._commit.last.behind
-
-    def why_missed(self, state: StateId) -> str:
-        """Return why *state* will not be complete on all nodes, "" where it still may be."""
-        missed = self._commit.last.missed
-        return self._commit.last.why if missed is not None and missed >= state else ""
 
     @property
     def is_first(self) -> bool:
@@ -245,7 +224,7 @@ class CommitFollower:
         if now is None or self._status is None:
             return
         try:
-            self._commit = commit_record_of(self._store.get(self._keys.commit_record()))[1]
+            self.agreed = commit_record_of(self._store.get(self._keys.commit_record()))[1]
             if now.restore is None:
                 entry = self._store.get(self._keys.restore(now.number))
                 self._restore_found = restore_plan_in(entry) if entry.version else None
@@ -286,7 +265,7 @@ class CommitFollower:
         tries = (status.n_persist_failed, failed)
         if not self.must_persist:
             self._tries, self._persist_from = tries, status.progress.newest or _NONE
-        wanted = max(self._persist_from, self._commit.persist or _NONE)
+        wanted = max(self._persist_from, self.agreed.persist or _NONE)
         is_new = tries[0] > 0 and tries != self._tries
         is_trouble = is_new and (failed is None or failed >= wanted)
         self.trouble = status.persist_trouble if is_trouble else ""
@@ -316,7 +295,7 @@ class CommitFollower:
     def _follow(
         self, client: KeeperClient, now: _Generation, epoch: int, progress: KeeperProgress
     ) -> None:
-        record = self._commit
+        record = self.agreed
         aim, committed, persist = record.aim, record.committed, record.persist
         if aim is not None and aim.epoch == epoch and aim != now.next_step:
             client.set_next_step(aim.step)  # before the buffers are free

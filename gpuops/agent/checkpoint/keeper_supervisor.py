@@ -402,7 +402,7 @@ class KeeperSupervisor(CheckpointService):
     def _update(self, status: KeeperStatus, *, is_first: bool) -> None:
         newest, persisted = status.progress.newest, status.progress.persisted
         if self._follower is not None and self._follower.is_on:
-            persisted = self._follower.persisted
+            persisted = self._follower.agreed.persisted
         has_changed = newest is not None and newest != self._newest
         if newest is not None and (has_changed or is_first):
             is_new = not is_first and (self._at_begin is None or newest > self._at_begin)

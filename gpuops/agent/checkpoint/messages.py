@@ -136,6 +136,10 @@ class FinalCommitRecord(Message):
     pieces: Annotated[int, Limit(2**62)] = 0
     behind: Annotated[tuple[Name, ...], Limit(BEHIND_MAX)] = ()
 
+    def why_missed(self, state: StateId) -> str:
+        """Return why *state* will not be persistent, "" where it still may be."""
+        return self.why if self.missed is not None and self.missed >= state else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord(Message):

@@ -158,7 +158,7 @@ def test_a_last_step_that_a_node_has_not_saved_when_its_ranks_are_gone_is_given_
     world.run_until(lambda w: w.mark().last.missed == state, 60)
 
     assert world.mark().last.why == "not all ranks of n1 saved it"
-    world.run_until(lambda w: all(p.agreement.why_missed(state) for p in w.players), 5)
+    world.run_until(lambda w: all(p.agreement.agreed.last.why_missed(state) for p in w.players), 5)
 
 
 def test_what_one_node_cannot_write_all_others_hear_of_and_wait_for_no_more():
@@ -171,11 +171,11 @@ def test_what_one_node_cannot_write_all_others_hear_of_and_wait_for_no_more():
     for player in world.players:
         player.agreement.must_persist = True
     world.run_until(lambda w: w.mark().last.behind == ("n2",), 20)
-    assert not any(p.agreement.why_missed(state) for p in world.players)
+    assert not any(p.agreement.agreed.last.why_missed(state) for p in world.players)
 
     bad.keeper.failures += 1
 
-    world.run_until(lambda w: all(p.agreement.why_missed(state) for p in w.players), 10)
+    world.run_until(lambda w: all(p.agreement.agreed.last.why_missed(state) for p in w.players), 10)
     assert world.mark().last.why == "n2: no space"
 
 

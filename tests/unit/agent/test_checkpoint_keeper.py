@@ -9,6 +9,7 @@ from support.runs import wait_until
 
 from gpuops.agent.checkpoint.api import CheckpointService, FinalFlush
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
+from gpuops.agent.checkpoint.messages import CommitRecord, FinalCommitRecord
 from gpuops.checkpoint.types import KeeperError, StateId
 from gpuops.host.clock import FakeClock
 from gpuops.units import NS_PER_S
@@ -328,7 +329,7 @@ class Agreement:
 
     is_on, directory, is_waiting = True, "/ckpt", False
     trouble = missed = ""
-    is_over, last, progress_mark, behind = False, None, None, ("n1",)
+    is_over, last = False, None
 
     def __init__(self, keeper):
         self.keeper = keeper
@@ -349,8 +350,11 @@ class Agreement:
     def is_led(self):
         return True
 
-    def why_missed(self, _state):
-        return self.missed
+    @property
+    def agreed(self):
+        missed = StateId(99, 0) if self.missed else None
+        last = FinalCommitRecord(missed=missed, why=self.missed, behind=("n1",))
+        return CommitRecord(persisted=self.persisted, last=last)
 
     def update(self, _client, _status):
         self.is_saving = True

@@ -178,11 +178,12 @@ time.sleep(600)
 def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again(tmp_path):
     plan = PreflightPlan(env=os.environ, command=script(tmp_path, DEAF), deadline_s=2.0)
     gate = PreflightCheck(plan)
+    began_s = time.monotonic()
     gate.start()
     result = gate.result(WITHIN_S)
 
+    assert time.monotonic() - began_s >= 4
     assert (result.passed, result.hung, result.tries) == (False, True, 2)
-    assert result.seconds >= 4
     assert result.reason == "the health check gave no answer in 2 s, twice"
 
 

@@ -164,19 +164,19 @@ class RunIncident:
 
     def decided(self, record: RestartRecord, at_ns: int, evidence: Sequence[Evidence]) -> Incident:
         """Record the decision on the open incident."""
-        open_ = self._open
-        assert open_ is not None
+        current = self._open
+        assert current is not None
         decision = record.decision
-        open_.decision = record
-        open_.time.decided_ns = at_ns
-        open_.time.is_restarting = decision.action is RunAction.RESTART
-        if open_.time.is_restarting:
+        current.decision = record
+        current.time.decided_ns = at_ns
+        current.time.is_restarting = decision.action is RunAction.RESTART
+        if current.time.is_restarting:
             self._restarts[decision.failure.failure_class.value] += 1
         snapshot = replace(
-            open_.incident,
+            current.incident,
             actions=actions_of(decision),
-            evidence=(*open_.incident.evidence, *evidence),
-            rev=open_.incident.rev + 1,
+            evidence=(*current.incident.evidence, *evidence),
+            rev=current.incident.rev + 1,
         )
         if record.by_us:
             snapshot = decided_incident(
@@ -184,12 +184,12 @@ class RunIncident:
                 record.reports,
                 run_id=self._run_id,
                 node=self._node,
-                detected_us=open_.incident.detected_us,
-                own_incident=open_.incident if open_.is_local else None,
+                detected_us=current.incident.detected_us,
+                own_incident=current.incident if current.is_local else None,
                 evidence=evidence,
             )
-        open_.incident = replace(snapshot, lost_s=open_.time.lost_s())
-        return open_.incident
+        current.incident = replace(snapshot, lost_s=current.time.lost_s())
+        return current.incident
 
     def open_remote(self, decision: RestartDecision, time: RecoveryTime) -> None:
         """Open the incident of a failure that did not occur on this node."""
@@ -201,13 +201,13 @@ class RunIncident:
 
     def started(self, at_ns: int, *, leads: bool) -> None:
         """Record that this node's new workers run; *leads*: it has the run's first rank."""
-        open_ = self._open
-        if open_ is None or open_.time.started_ns is not None:
+        current = self._open
+        if current is None or current.time.started_ns is not None:
             return
-        open_.time.started_ns = at_ns
-        if leads and _is_orphaned(open_.decision):
-            rev = open_.incident.rev + TAKEN_OVER_REV
-            open_.incident = replace(open_.incident, authority=AUTHORITY_DECIDED, rev=rev)
+        current.time.started_ns = at_ns
+        if leads and _is_orphaned(current.decision):
+            rev = current.incident.rev + TAKEN_OVER_REV
+            current.incident = replace(current.incident, authority=AUTHORITY_DECIDED, rev=rev)
 
     def resumed(self, evidence: Evidence, restore_ns: int) -> Incident | None:
         """Record which state the job resumes from, and how long its ranks here took to load it.
@@ -215,49 +215,49 @@ class RunIncident:
         The next snapshot contains it; one is due at once where the job has made a step already. A
         later report, with more ranks, replaces an earlier one.
         """
-        open_ = self._open
-        if open_ is None:
+        current = self._open
+        if current is None:
             return None
-        rest = tuple(item for item in open_.incident.evidence if item is not open_.resumed)
-        open_.resumed = evidence
-        open_.incident = replace(
-            open_.incident, evidence=(*rest, evidence), rev=open_.incident.rev + 1
+        rest = tuple(item for item in current.incident.evidence if item is not current.resumed)
+        current.resumed = evidence
+        current.incident = replace(
+            current.incident, evidence=(*rest, evidence), rev=current.incident.rev + 1
         )
-        if open_.time.stepped_ns is None:
+        if current.time.stepped_ns is None:
             return None
-        open_.time.restore_ns = max(open_.time.restore_ns, restore_ns)
-        open_.incident = replace(open_.incident, lost_s=open_.time.lost_s())
-        return open_.incident
+        current.time.restore_ns = max(current.time.restore_ns, restore_ns)
+        current.incident = replace(current.incident, lost_s=current.time.lost_s())
+        return current.incident
 
     def steps_again(self, at_ns: int, restore_ns: int) -> Incident | None:
         """Record the first step after the failure."""
-        open_ = self._open
-        if open_ is None or open_.time.stepped_ns is not None:
+        current = self._open
+        if current is None or current.time.stepped_ns is not None:
             return None
-        open_.time.stepped_ns, open_.time.restore_ns = at_ns, restore_ns
-        open_.incident = mitigate(
-            open_.incident, at_us=self._wall_us(at_ns), lost_s=open_.time.lost_s()
+        current.time.stepped_ns, current.time.restore_ns = at_ns, restore_ns
+        current.incident = mitigate(
+            current.incident, at_us=self._wall_us(at_ns), lost_s=current.time.lost_s()
         )
-        return open_.incident
+        return current.incident
 
     def close(
         self, at_ns: int, resolution: str, *, steps_are_seen: bool, redoes: bool
     ) -> Incident | None:
         """Close the open incident, which cost time until *at_ns*; *redoes*: steps are numbered."""
-        open_, self._open = self._open, None
-        if open_ is None:
+        current, self._open = self._open, None
+        if current is None:
             return None
-        if open_.time.started_ns is not None and not steps_are_seen:
+        if current.time.started_ns is not None and not steps_are_seen:
             # The job never reported a step: it may make progress that is not observable.
-            at_ns = min(at_ns, open_.time.started_ns)
-        lost_s = open_.time.lost_s(at_ns)
-        if open_.time.stepped_ns is not None and redoes:
-            lost_s["redo"] = max(0.0, (at_ns - open_.time.stepped_ns) / NS_PER_S)
+            at_ns = min(at_ns, current.time.started_ns)
+        lost_s = current.time.lost_s(at_ns)
+        if current.time.stepped_ns is not None and redoes:
+            lost_s["redo"] = max(0.0, (at_ns - current.time.stepped_ns) / NS_PER_S)
         self._spent_s.update(lost_s)
-        if open_.incident.state is IncidentState.CLOSED:
+        if current.incident.state is IncidentState.CLOSED:
             return None
         return close(
-            open_.incident, at_us=self._wall_us(at_ns), lost_s=lost_s, resolution=resolution
+            current.incident, at_us=self._wall_us(at_ns), lost_s=lost_s, resolution=resolution
         )
 
     @property

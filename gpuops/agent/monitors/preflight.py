@@ -16,7 +16,6 @@ import logging
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +65,6 @@ class PreflightResult:
     failure_class: FailureClass = FailureClass.UNRESOLVED
     culprits: tuple[Entity, ...] = ()
     findings: tuple[str, ...] = ()
-    seconds: float = 0.0
     tries: int = 1
     hung: bool = False
 
@@ -92,39 +90,29 @@ def judge_check(end: CommandEnd, *, listed: bool = False) -> PreflightResult:
     *listed*: NVML has listed the requested GPUs before, so that a missing one is gone.
     """
     if end.exit_code is None:
-        return PreflightResult(
-            passed=False,
-            reason=f"the health check gave no answer in {end.seconds:.0f} s",
-            failure_class=FailureClass.GPU_DRIVER_HANG,
-            seconds=end.seconds,
-            hung=True,
-        )
+        return _hung(f"the health check gave no answer in {end.seconds:.0f} s")
     findings = _findings(end.output)
     if findings is None:
-        return PreflightResult(passed=True, reason=_no_result(end), seconds=end.seconds)
+        return PreflightResult(passed=True, reason=_no_result(end))
     bad = tuple(_short(item) for item in findings if _weight(item) > Status.SKIP)[:SHOWN_MAX]
     hang = next((item for item in findings if _is_hang(item)), None)
     failed = [item for item in findings if _fails(item) or (listed and _is_gone(item))]
     if failed:
-        return _failed(failed, bad, end)
+        return _failed(failed, bad)
     if hang is not None:
-        return PreflightResult(
-            passed=False,
-            reason=f"the GPU driver hangs: {_text(hang)}",
-            failure_class=FailureClass.GPU_DRIVER_HANG,
-            culprits=_entities([hang]),
-            findings=bad,
-            seconds=end.seconds,
-            hung=True,
-        )
+        result = _hung(f"the GPU driver hangs: {_text(hang)}")
+        return replace(result, culprits=_entities([hang]), findings=bad)
     note = "" if end.exit_code in {EXIT_OK, EXIT_FAIL} else "not all was judged: "
     note = note and note + ("; ".join(bad) or "no check says why")
-    return PreflightResult(passed=True, reason=note, findings=bad, seconds=end.seconds)
+    return PreflightResult(passed=True, reason=note, findings=bad)
 
 
-def _failed(
-    failed: Sequence[Mapping[str, Any]], bad: tuple[str, ...], end: CommandEnd
-) -> PreflightResult:
+def _hung(reason: str) -> PreflightResult:
+    failure_class = FailureClass.GPU_DRIVER_HANG
+    return PreflightResult(passed=False, reason=reason, failure_class=failure_class, hung=True)
+
+
+def _failed(failed: Sequence[Mapping[str, Any]], bad: tuple[str, ...]) -> PreflightResult:
     more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     return PreflightResult(
         passed=False,
@@ -132,7 +120,6 @@ def _failed(
         failure_class=_class(failed[0]),
         culprits=_entities(failed),
         findings=bad,
-        seconds=end.seconds,
     )
 
 
@@ -259,7 +246,6 @@ class PreflightCheck:
         self._cancelled.set()
 
     def _run(self) -> None:
-        started_s = time.monotonic()
         try:
             result = self._attempt()
         except Exception as exc:  # boundary: our failure is no failure of the node
@@ -267,12 +253,8 @@ class PreflightCheck:
             result = PreflightResult(
                 passed=True, reason=f"the health check failed: {scrub(str(exc))}"
             )
-        self._result = replace(
-            result,
-            seconds=round(time.monotonic() - started_s, 3),
-            reason=scrub(result.reason),
-            findings=tuple(map(scrub, result.findings)),
-        )
+        findings = tuple(map(scrub, result.findings))
+        self._result = replace(result, reason=scrub(result.reason), findings=findings)
         self._done.set()
 
     def _attempt(self) -> PreflightResult:

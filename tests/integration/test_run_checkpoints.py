@@ -162,7 +162,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_p
     assert min(step for _, step, _ in second.loads()) >= 7
     (told,) = second.payloads("checkpoint.keeper")
     assert (told["adopted"], told["pid"]) == (True, keeper)
-    assert "in memory, of an agent of this job that was killed" in second.said()
+    assert "in memory, left by a killed agent of this job" in second.said()
 
 
 @pytest.mark.soak

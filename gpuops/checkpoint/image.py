@@ -129,7 +129,8 @@ def plan_image(
             raise CheckpointError(f"the tensor name {_abbreviate(spec.name)} is reserved")
         _check_spec(spec, CheckpointError)
     _check_names(specs)
-    metadata_blob = _metadata_blob_spec(shard, metadata_capacity_bytes + _LENGTH_BYTES)
+    n = metadata_capacity_bytes + _LENGTH_BYTES
+    metadata_blob = TensorSpec(metadata_blob_name(shard.rank), "U8", (n,), n, (0,), (n,))
     order = sorted(
         [*specs, metadata_blob], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name)
     )
@@ -212,10 +213,6 @@ def parse_metadata_blob(blob: memoryview | bytes) -> bytes:
     if length > capacity_bytes:
         raise CorruptError(f"the metadata blob declares {length} bytes of {capacity_bytes}")
     return bytes(blob[_LENGTH_BYTES : _LENGTH_BYTES + length])
-
-
-def _metadata_blob_spec(shard: Shard, nbytes: int) -> TensorSpec:
-    return TensorSpec(metadata_blob_name(shard.rank), "U8", (nbytes,), nbytes, (0,), (nbytes,))
 
 
 def _make_layout(

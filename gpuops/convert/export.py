@@ -100,16 +100,12 @@ def export_state(
         with _temporary_directory(to) as folder:
             _save_dcp(nested, folder)
         files = tuple(sorted(to.iterdir()))
-    return _exported(files, _n_tensors(state.tensors, part), nested.omitted)
+    return _exported(files, len(_select_part(state.tensors, part)), nested.omitted)
 
 
 def _exported(files: Sequence[Path], n_tensors: int, omitted: Sequence[str]) -> ExportResult:
     nbytes = sum(file.stat().st_size for file in files)
     return ExportResult(tuple(files), nbytes, n_tensors, tuple(omitted))
-
-
-def _n_tensors(tensors: Mapping[str, StoredTensor], part: str | None) -> int:
-    return sum(part is None or name.startswith(f"{part}.") for name in tensors)
 
 
 def _save_dcp(nested: Mapping[str, Any], folder: Path) -> None:

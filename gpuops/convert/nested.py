@@ -134,17 +134,14 @@ def _nested_model(
         aliases.update(fragment["aliases"])
         others.update(fragment["others"])
     values = {fqn: to_plain(decoder.decode(value, f"{key}.{fqn}")) for fqn, value in others.items()}
-    inside = {name for name in names if _is_below(name, (f"{key}.{fqn}" for fqn in others))}
+    paths = tuple(f"{key}.{fqn}." for fqn in others)
+    inside = {name for name in names if f"{name}.".startswith(paths)}
     begin = len(key) + 1
     made = {name[begin:]: get_tensor(name, name) for name in names if name not in inside}
     for alias, fqn in aliases.items():
         if fqn in made:
             made[alias] = made[fqn]
     return {**made, **values}
-
-
-def _is_below(name: str, paths: Iterable[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def _nested_optimizer(

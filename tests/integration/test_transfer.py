@@ -214,7 +214,7 @@ def test_a_holder_that_refuses_says_why(image, store):
     other = dataclasses.replace(copy, shard=Shard(2, 4))
     with (
         serving(store, store) as server,
-        pytest.raises(TransferRefusedError, match="no holder") as caught,
+        pytest.raises(TransferRefusedError, match="not a holder") as caught,
     ):
         hand_over(memory, other, peer(server.port))
 

@@ -55,12 +55,9 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
             for folder in _levels(root, path, [m for m in mounts if m.filesystem == "cgroup2"]):
                 yield from _headroom_v2(folder)
         elif "memory" in controllers.split(","):
-            for folder in _levels(root, path, [m for m in mounts if _is_memory_v1(m)]):
+            v1 = [m for m in mounts if m.filesystem == "cgroup" and "memory" in m.options]
+            for folder in _levels(root, path, v1):
                 yield from _headroom_v1(folder)
-
-
-def _is_memory_v1(mount: Mount) -> bool:
-    return mount.filesystem == "cgroup" and "memory" in mount.options
 
 
 def _levels(root: Path, path: str, mounts: list[Mount]) -> Iterator[Path]:

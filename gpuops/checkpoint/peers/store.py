@@ -249,7 +249,7 @@ class ReplicaStore:
         protected = self._protected_slot(slots)
         free = [slot for slot in slots if slot is not protected and not slot.is_in_use]
         # Slots without a copy are reused first; then the oldest copy.
-        free.sort(key=_eviction_order)
+        free.sort(key=lambda s: (s.copy is not None, s.copy.state if s.copy else _OLDEST))
         if free and (free[0].copy is None or len(slots) >= N_SLOTS):
             return self._resized(free[0], push)
         if len(slots) < N_SLOTS:
@@ -385,10 +385,6 @@ class ReplicaStore:
 
     def _held_bytes(self) -> int:
         return sum(slot.nbytes for slot in [*self._all_slots(), *self._closing])
-
-
-def _eviction_order(slot: _ReplicaSlot) -> tuple[bool, StateId]:
-    return (False, _OLDEST) if slot.copy is None else (True, slot.copy.state)
 
 
 def _once(release: Callable[[], None]) -> Callable[[], None]:

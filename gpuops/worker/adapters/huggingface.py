@@ -83,7 +83,8 @@ class GpuopsCallback(TrainerCallback):
         self._close(save=False)
         if getattr(args, "deepspeed", None):
             raise UsageError("the adapter does not support DeepSpeed's engine; use DDP or FSDP2")
-        optimizer = kwargs["optimizer"]
+        # accelerate wraps both.
+        optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
         options = dict(self._options)
         # The state is restored into the first of them, the user's own.
         extra = ChainMap(options.pop("extra", {}), {_STATE_FILE: _Progress(state)})
@@ -91,7 +92,7 @@ class GpuopsCallback(TrainerCallback):
         checkpointer = Checkpointer(
             model=kwargs["model"],
             optimizer=getattr(optimizer, "optimizer", optimizer),
-            scheduler=_unwrapped(kwargs["lr_scheduler"]),
+            scheduler=getattr(scheduler, "scheduler", scheduler),
             scaler=getattr(optimizer, "scaler", None),
             extra=extra,
             **options,
@@ -218,8 +219,3 @@ class _Progress:
         names = {field.name for field in dataclasses.fields(self._state)} - _START_FIELDS
         for name in names & values.keys():
             setattr(self._state, name, values[name])
-
-
-def _unwrapped(scheduler: Any) -> Any:
-    """Return torch's own schedule where accelerate has wrapped it."""
-    return getattr(scheduler, "scheduler", scheduler)

@@ -109,15 +109,15 @@ class StateDecoder:
         if not isinstance(dtype, torch.dtype):
             raise CorruptError(f"{path[:200]} has the dtype {dtype_name!r:.80}, unknown to torch")
         target = self._current.get(name.removeprefix(self._root))
-        is_fit = target is not None and _fits(target, spec, dtype)
-        if target is None or not is_fit or not self._source.can_fill(name, target):
+        if (
+            target is None
+            or target.dtype is not dtype
+            or tuple(target.shape) != logical_shape(spec, dtype)
+            or not self._source.can_fill(name, target)
+        ):
             target = allocate_like(spec, self._like, dtype, self._device)
         self._source.request(name, target)
         return target
-
-
-def _fits(target: torch.Tensor, spec: TensorSpec, dtype: torch.dtype) -> bool:
-    return target.dtype is dtype and tuple(target.shape) == logical_shape(spec, dtype)
 
 
 def logical_shape(spec: TensorSpec, dtype: torch.dtype) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class ModelAdapter:
         fqns = self._fqns_of(states)
         aliases, others = _merge_fragments(source.fragments(self.key))
         self._check_names(fqns, source, aliases, others)
-        live = {id(tensor) for module in self.modules for tensor in _tensors(module)}
+        live = {id(t) for m in self.modules for t in (*m.parameters(), *m.buffers())}
         changed: list[dict[str, Any]] = [{} for _ in states]
         decoder = StateDecoder(source, allow_pickle=self._allow_pickle)
         for fqn, (index, raw, value) in zip(fqns, _entries(states), strict=True):
@@ -233,10 +233,6 @@ def _state_of(module: nn.Module) -> Mapping[str, Any]:
     except TypeError:  # an overridden state_dict without parameters
         state = module.state_dict()
     return state
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def _entries(states: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, Any]]:

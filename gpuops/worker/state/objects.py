@@ -150,7 +150,7 @@ class ValueAdapter(ObjectAdapter):
         current = self._stateful[self._name]
         value = self._decode(source, current)
         if value is current:
-            return _do_nothing
+            return lambda: None
         if isinstance(current, dict) and isinstance(value, dict):
             return lambda: _replace_items(current, value)
         if not isinstance(self._stateful, MutableMapping):
@@ -160,10 +160,6 @@ class ValueAdapter(ObjectAdapter):
             )
         holder = self._stateful
         return lambda: holder.__setitem__(self._name, value)
-
-
-def _do_nothing() -> None:
-    return None
 
 
 def _replace_items(mapping: dict[Any, Any], values: dict[Any, Any]) -> None:

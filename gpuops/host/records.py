@@ -9,6 +9,7 @@ import functools
 import math
 import types
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gpuops.config.resolve import reject_unknown
@@ -20,6 +21,8 @@ def to_json(record: object) -> Any:  # noqa: ANN401 JSON is what json.dumps take
     """Return *record* (dataclasses, tuples, frozensets, mappings, scalars) as JSON values."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    if isinstance(record, Enum):
+        return record.value
     if isinstance(record, frozenset):
         return sorted(to_json(item) for item in record)
     if isinstance(record, tuple | list):

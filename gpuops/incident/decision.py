@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from gpuops.config.schema import WINDOW_RESTARTS_MAX
+from gpuops.host.records import to_json
 from gpuops.incident import fields
 from gpuops.model import Confidence, Entity, FailureClass, Json, Role, Side
 
@@ -57,20 +58,7 @@ class RankEnd:
     log_path: str | None = None
 
     def to_json(self) -> Json:
-        return {
-            "rank": self.rank,
-            "local_rank": self.local_rank,
-            "role": self.role.value,
-            "failure_class": self.failure_class.value,
-            "side": self.side.value,
-            "signature": self.signature,
-            "exit_code": self.exit_code,
-            "signal": self.signal,
-            "step": self.step,
-            "gpu_uuid": self.gpu_uuid,
-            "summary": self.summary[:TEXT_CHARS_MAX],
-            "log_path": self.log_path,
-        }
+        return {**to_json(self), "summary": self.summary[:TEXT_CHARS_MAX]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -117,21 +105,10 @@ class NodeReport:
 
     def to_json(self) -> Json:
         return {
-            "kind": self.kind.value,
-            "node": self.node,
-            "generation": self.generation,
-            "failure_class": self.failure_class.value,
-            "side": self.side.value,
-            "confidence": self.confidence.value,
+            **to_json(self),
             "how": self.how[:TEXT_CHARS_MAX],
             "culprits": [entity.to_json() for entity in self.culprits[:CULPRITS_MAX]],
-            "blames_node": self.blames_node,
-            "has_stepped": self.has_stepped,
-            "last_step": self.last_step,
-            "checkpoint_step": self.checkpoint_step,
             "ends": [end.to_json() for end in self.ends[:EXITS_MAX]],
-            "is_infrastructure": self.is_infrastructure,
-            "arrival": self.arrival,
         }
 
     @classmethod
@@ -190,27 +167,10 @@ class PastFailure:
     earlier_failures_s: tuple[float, ...] = ()
 
     def to_json(self) -> Json:
-        earlier = {"earlier_s": list(self.earlier_failures_s)} if self.earlier_failures_s else {}
-        return {
-            **earlier,
-            "generation": self.generation,
-            "at_s": self.at_s,
-            "failure_class": self.failure_class.value,
-            "side": self.side.value,
-            "counted": self.is_counted,
-            "signature": self.signature,
-            "step": self.step,
-            "has_stepped": self.has_stepped,
-            "checkpoint_step": self.checkpoint_step,
-            "nodes": list(self.nodes),
-            "gpu_uuids": list(self.gpu_uuids),
-            "log_path": self.log_path,
-            "rule": self.rule,
-            "is_infrastructure": self.is_infrastructure,
-            "counted_total": self.counted_total,
-            "highest_step": self.highest_step,
-            "excluded_checkpoint": self.excluded_checkpoint,
-        }
+        body: Json = to_json(self)
+        body["counted"] = body.pop("is_counted")
+        earlier_s = body.pop("earlier_failures_s")
+        return {**body, "earlier_s": earlier_s} if earlier_s else body
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -264,15 +224,7 @@ class RestartPolicy:
     benign_exit_codes: frozenset[int] = frozenset()
 
     def to_json(self) -> Json:
-        return {
-            "nodes_min": self.nodes_min,
-            "nodes_max": self.nodes_max,
-            "node_unit": self.node_unit,
-            "restarts_max": self.restarts_max,
-            "restarts_window_s": self.restarts_window_s,
-            "on_exhausted": self.on_exhausted.value,
-            "benign_exit_codes": sorted(self.benign_exit_codes),
-        }
+        return dict(to_json(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -166,12 +166,7 @@ def list_incidents(
 @json_option
 @click.pass_context
 def show_incident(
-    ctx: click.Context,
-    incident_id: str,
-    run_dir: Path | None,
-    store: str | None,
-    *,
-    as_json: bool,
+    ctx: click.Context, incident_id: str, run_dir: Path | None, store: str | None, *, as_json: bool
 ) -> None:
     """Show one incident, and why the run continued or stopped; ID is the end of its id."""
     with open_history(ctx, store, run_dir) as opened:

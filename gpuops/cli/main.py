@@ -29,7 +29,10 @@ COMMANDS = {
     "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
     "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),
     "drill": ("gpuops.cli.drill:drill", "Break something on purpose, to see a run recover."),
-    "facts": ("gpuops.cli.check.facts:facts", "Record what checks look at, to judge it elsewhere."),
+    "facts": (
+        "gpuops.cli.check.facts:facts",
+        "Record the facts that checks read, to judge them elsewhere.",
+    ),
     "incident": ("gpuops.cli.history:incident", "List and show incidents."),
     "node": ("gpuops.cli.node:node", "List nodes; tell one's findings, drains and repairs."),
     "repair": ("gpuops.cli.node:repair", "Record that a node was repaired."),

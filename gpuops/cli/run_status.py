@@ -25,12 +25,7 @@ from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import envelope
 from gpuops.report.render.run_text import status_view
-from gpuops.report.run_status import (
-    find_run_folder,
-    query_agent,
-    read_control_store,
-    read_states,
-)
+from gpuops.report.run_status import find_run_folder, query_agent, read_control_store, read_states
 from gpuops.report.run_view import (
     RunView,
     from_agent,

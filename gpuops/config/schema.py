@@ -240,7 +240,7 @@ def parse_domain(text: str) -> str:
 
 
 def is_domain_file(text: str) -> bool:
-    """Say whether *text* names a file of failure domains, not a domain."""
+    """Return whether *text* names a file of failure domains, not a domain."""
     return text.startswith(("/", "~"))
 
 

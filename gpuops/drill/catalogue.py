@@ -6,12 +6,7 @@ The same seed and the same run give the same faults.
 from collections.abc import Sequence
 from random import Random
 
-from gpuops.drill import (
-    gpu,
-    machine,
-    network,
-    processes,
-)
+from gpuops.drill import gpu, machine, network, processes
 from gpuops.drill.fault import DrillOptions, Scenario
 from gpuops.drill.find import AgentStateFile
 from gpuops.errors import DrillError

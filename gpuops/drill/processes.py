@@ -163,12 +163,7 @@ SLOW_RANK_PERIOD_S = 0.2
 
 
 @scenario(
-    "slow-rank",
-    "Slow one rank down by stopping it periodically.",
-    "node",
-    "rank",
-    "for_s",
-    "share",
+    "slow-rank", "Slow one rank down by stopping it periodically.", "node", "rank", "for_s", "share"
 )
 def slow_rank(target: DrillTarget, options: DrillOptions) -> Fault:
     """Return the fault: the rank runs for only a share of the time."""

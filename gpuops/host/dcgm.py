@@ -80,11 +80,7 @@ def read_dcgm(root: Path, budget_s: float, level: str) -> DcgmDiagnostic:
         return DcgmDiagnostic(installed=True, exit_code=answer.exit_code, error=why.rstrip(": "))
     version, error, results = found
     return DcgmDiagnostic(
-        installed=True,
-        version=version,
-        exit_code=answer.exit_code,
-        error=error,
-        results=results,
+        installed=True, version=version, exit_code=answer.exit_code, error=error, results=results
     )
 
 

@@ -68,10 +68,7 @@ def parse_kmsg(text: str, *, rehearsals: bool = False) -> Iterator[KernelRecord]
         if int(priority) >> _FACILITY_SHIFT and not (rehearsals and REHEARSAL in line):
             continue
         yield KernelRecord(
-            int(sequence),
-            int(priority) & 7,
-            int(since_boot_us),
-            _unescape(line[match.end() :]),
+            int(sequence), int(priority) & 7, int(since_boot_us), _unescape(line[match.end() :])
         )
 
 

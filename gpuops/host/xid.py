@@ -257,9 +257,7 @@ class DriverLines:
             series.add(record, xid.link)
             if xid.recovery is not None:
                 self._recovery[xid.address] = Recovery(
-                    address=xid.address,
-                    action=xid.recovery,
-                    since_boot_us=record.since_boot_us,
+                    address=xid.address, action=xid.recovery, since_boot_us=record.since_boot_us
                 )
             elif xid.code != RECOVERY_ACTION:
                 self._known[head] = series

@@ -255,11 +255,7 @@ def from_store(
         nodes = tuple(RunNodeView(node=name, step=last.steps_last) for name in last.nodes)
         age_s = view.phase_s if view.phase_s is not None else _age_s(last.start_us, now_us)
         view = replace(
-            view,
-            generation=last.ordinal,
-            world_size=last.world_size,
-            nodes=nodes,
-            phase_s=age_s,
+            view, generation=last.ordinal, world_size=last.world_size, nodes=nodes, phase_s=age_s
         )
     if decisions:
         last_decision = decisions[-1]

@@ -100,7 +100,7 @@ class AttemptBreakdown:
     """One attempt with the steps that it repeated.
 
     ``redone_steps`` is None if step numbers are unknown. ``restarted_from_scratch`` means that
-    it started at or before the first step of the whole run: it loaded no checkpoint.
+    it started at or before the first step of the entire run: it loaded no checkpoint.
     """
 
     row: AttemptRow

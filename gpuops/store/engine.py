@@ -176,11 +176,7 @@ class IncidentStore:
 
 
 def open_store(
-    url: str,
-    *,
-    mode: AccessMode,
-    root: Path = Path("/"),
-    deadline_s: float = SESSION_TIMEOUT_S,
+    url: str, *, mode: AccessMode, root: Path = Path("/"), deadline_s: float = SESSION_TIMEOUT_S
 ) -> IncidentStore:
     """Return the store at *url*, whose schema fits this code well enough for *mode*.
 

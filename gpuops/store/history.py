@@ -80,9 +80,7 @@ def _flush_first(
 
 
 def _spool_in_memory(spool_dir: Path, cluster: str, clock: Clock, why: str) -> IncidentStore:
-    store = memory_store(
-        f"showing only the spool {spool_dir} of this user: {why}",
-    )
+    store = memory_store(f"showing only the spool {spool_dir} of this user: {why}")
     n_bad = _ingest_all(store, _spool_envelopes(spool_dir, cluster), clock)
     if n_bad:
         return replace(store, notes=(*store.notes, f"{n_bad} lines of the spool cannot be read"))

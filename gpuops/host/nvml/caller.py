@@ -20,7 +20,7 @@ class GpuLostError(Exception):
     """The GPU is lost: further calls return nothing, and can hang."""
 
 
-class NvmlRefused(Exception):  # noqa: N818 an answer, and no error of ours
+class NvmlRefused(Exception):  # noqa: N818 a result of NVML, not an error of gpuops
     """NVML returned an error."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -61,7 +61,7 @@ class NvmlCaller:
         *instead* is called if the driver does not have *call*, and returns its result.
 
         Raises:
-            GpuLostError: NVML says so.
+            GpuLostError: NVML reports it.
         """
         answer = self.query(call, *args, instead=instead, made=made)
         if answer is not None:
@@ -77,7 +77,7 @@ class NvmlCaller:
         """Return what `store` would store; None after an error, which is noted.
 
         Raises:
-            GpuLostError: NVML says so.
+            GpuLostError: NVML reports it.
         """
         try:
             return made(self.call_nvml(call, self.handle, *args))

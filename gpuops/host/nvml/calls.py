@@ -10,13 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpuops.host.nvml.caller import NvmlCaller
-from gpuops.host.nvml.facts import (
-    CORRUPTED_INFOROM,
-    Fabric,
-    GpuMemory,
-    GpuProcess,
-    RemappedRows,
-)
+from gpuops.host.nvml.facts import CORRUPTED_INFOROM, Fabric, GpuMemory, GpuProcess, RemappedRows
 from gpuops.host.nvml.fields import fields
 from gpuops.host.sysfs import sysfs_address
 

@@ -20,10 +20,7 @@ from typing import Any
 from gpuops.errors import EXIT_FAIL, EXIT_UNKNOWN, EXIT_USAGE
 from gpuops.host.process.sidecar import die_with_parent
 
-_PROCESSES = (
-    "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlDeviceGetGraphicsRunningProcesses",
-)
+_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 # The library is missing, the driver is not loaded.
 _ABSENT = (12, 9)
 
@@ -41,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         pynvml.nvmlInit()
         while True:
-            held = held_bytes(pynvml, lambda pid: is_anothers(pid, agent_pid))
+            held = held_bytes(pynvml, lambda pid: is_foreign_process(pid, agent_pid))
             _write({"held": held, "mono_ns": time.monotonic_ns()})
             select.select([], [], [], every_s)
     except pynvml.NVMLError as exc:
@@ -68,7 +65,7 @@ def held_bytes(nvml: Any, is_another: Callable[[int], bool]) -> dict[str, int]: 
     return found
 
 
-def is_anothers(pid: int, agent_pid: int, root: Path = Path("/")) -> bool:
+def is_foreign_process(pid: int, agent_pid: int, root: Path = Path("/")) -> bool:
     """Return whether *pid* runs, and certainly is no worker of *agent_pid*."""
     folder = root / f"proc/{pid}"
     try:

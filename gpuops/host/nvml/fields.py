@@ -89,7 +89,7 @@ def fields(gpu: NvmlCaller) -> None:
     """Read all fields: recovery action, ECC totals, temperatures, NVLinks.
 
     Raises:
-        GpuLostError: NVML says so.
+        GpuLostError: NVML reports it.
     """
     values = _read(gpu, [(name, 0) for name in (*_PLACES, *_ECC, *_RETIRED, _REPLAYS, _LINK_COUNT)])
     for name, place in _PLACES.items():

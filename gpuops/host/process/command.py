@@ -265,10 +265,7 @@ def _fork(words: Sequence[str]) -> int:
 
 
 def _exec_child(
-    words: Sequence[str],
-    ends: tuple[int, int, int, int],
-    env: Mapping[str, str],
-    timeout_s: float,
+    words: Sequence[str], ends: tuple[int, int, int, int], env: Mapping[str, str], timeout_s: float
 ) -> NoReturn:
     """Execute the program in this forked child; the last of *ends* gets the errno on failure."""
     try:

@@ -131,12 +131,7 @@ def start_sidecar(argv: Sequence[str], env: Mapping[str, str]) -> Sidecar:
     ]
     try:
         pid = os.posix_spawn(
-            argv[0],
-            list(argv),
-            env,
-            file_actions=actions,
-            setsid=True,
-            setsigdef=[signal.SIGPIPE],
+            argv[0], list(argv), env, file_actions=actions, setsid=True, setsigdef=[signal.SIGPIPE]
         )
     except OSError:
         os.close(ours_out)
@@ -155,6 +150,6 @@ def report_and_detach(line: str) -> None:
     """
     with suppress(OSError):
         print(line, flush=True)  # noqa: T201 our output
-    with open(os.devnull, "r+b") as null:  # noqa: PTH123 a descriptor is wanted
+    with open(os.devnull, "r+b") as null:  # noqa: PTH123 needs a descriptor
         for fd in (0, 1):
             os.dup2(null.fileno(), fd)

@@ -184,7 +184,7 @@ class Filesystems:
     not_asked: int = 0
 
 
-def worth_asking(mounts: Iterable[Mount]) -> list[Mount]:
+def real_filesystems(mounts: Iterable[Mount]) -> list[Mount]:
     """Return one mount per real file system, without pseudo file systems and bind mounts.
 
     ``autofs`` is excluded because statvfs(3) would mount something.
@@ -219,7 +219,7 @@ def read_filesystems(
 
     *left* are children that earlier runs abandoned; default: those of this machine.
     """
-    mounts, wanted = worth_asking(read_mounts(root)), _fstab(root)
+    mounts, wanted = real_filesystems(read_mounts(root)), _fstab(root)
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
     children: dict[int, Mount] = {}
     left = abandoned() if left is None else left

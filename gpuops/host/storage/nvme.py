@@ -169,7 +169,7 @@ def with_smart_log(drive: NvmeDrive, text: str) -> NvmeDrive:
     )
 
 
-def _whole(value: Any) -> int | None:  # noqa: ANN401 of somebody's JSON
+def _whole(value: Any) -> int | None:  # noqa: ANN401 JSON of another program
     """Return the number in *value*: large ones are written as strings, verbose ones as tables."""
     if isinstance(value, Mapping):
         value = value.get("value")

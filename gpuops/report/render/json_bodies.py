@@ -84,11 +84,7 @@ def _attempt_json(item: AttemptBreakdown, breakdown: RunBreakdown) -> Json:
         "log_dir": row.log_dir,
         "slurm_job_id": row.slurm_job_id,
         "phases": [
-            {
-                "phase": span.phase.value,
-                "start": iso_utc(span.start_us),
-                "seconds": span.seconds,
-            }
+            {"phase": span.phase.value, "start": iso_utc(span.start_us), "seconds": span.seconds}
             for span in spans
         ],
     }
@@ -103,12 +99,7 @@ _TIMES = {
     "first_seen_us": "first_seen",
     "last_seen_us": "last_seen",
 }
-_NAMES = {
-    "run_id": "run",
-    "ordinal": "attempt",
-    "incident_id": "incident",
-    "component_id": "id",
-}
+_NAMES = {"run_id": "run", "ordinal": "attempt", "incident_id": "incident", "component_id": "id"}
 
 
 def node_json(node: NodeRow) -> Json:

@@ -37,7 +37,7 @@ NODES_CHARS = 16
 
 
 def report_text(breakdown: RunBreakdown) -> str:
-    """Return the whole report."""
+    """Return the complete report."""
     blocks = [
         [
             headline(breakdown),

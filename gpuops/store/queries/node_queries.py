@@ -175,11 +175,7 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
 
 
 def _newest(
-    connection: Connection,
-    table: Table,
-    order: str,
-    column: str,
-    ids: list[str] | None,
+    connection: Connection, table: Table, order: str, column: str, ids: list[str] | None
 ) -> dict[str, str]:
     """Return *column* of each node's row with the greatest *order*."""
     last = select(table.c.node_id, func.max(table.c[order]).label("last")).group_by(table.c.node_id)
@@ -311,11 +307,7 @@ def _group_findings(rows: Sequence[Any]) -> FindingRow:
 
 
 def _newest_rows(
-    connection: Connection,
-    kind: type[R],
-    table: Table,
-    order: str,
-    node_id: str,
+    connection: Connection, kind: type[R], table: Table, order: str, node_id: str
 ) -> tuple[R, ...]:
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type] # dataclasses all
     query: Select[Any] = (
@@ -331,11 +323,7 @@ def _failed_attempts(connection: Connection, node_id: str) -> tuple[FailedAttemp
     attempt, part = schema.attempts.c, schema.attempt_nodes.c
     query = (
         select(
-            attempt.run_id,
-            attempt.ordinal,
-            attempt.end_us,
-            attempt.exit_code,
-            attempt.slurm_job_id,
+            attempt.run_id, attempt.ordinal, attempt.end_us, attempt.exit_code, attempt.slurm_job_id
         )
         .join(schema.attempt_nodes, and_(part.attempt_id == attempt.id, part.node_id == node_id))
         .where(attempt.outcome == "failed")

@@ -91,8 +91,7 @@ def _decode_entry(raw: bytes, end: int, origin: str, *, has_newline: bool) -> Sp
         return SpoolEntry(end, bad_line=BadLine(str(exc), raw[:BAD_LINE_BYTES_MAX]))
     if line.origin != origin:
         return SpoolEntry(
-            end,
-            bad_line=BadLine(f"it claims the origin {line.origin}", raw[:BAD_LINE_BYTES_MAX]),
+            end, bad_line=BadLine(f"it claims the origin {line.origin}", raw[:BAD_LINE_BYTES_MAX])
         )
     return SpoolEntry(end, line=line)
 

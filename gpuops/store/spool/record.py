@@ -202,12 +202,7 @@ def spool_recorder(  # noqa: PLR0913 all but one are keywords
         )
 
     return SpoolRecorder(
-        open_spool,
-        node=node,
-        boot_id=boot_id,
-        clock=clock,
-        randomness=randomness,
-        journal=journal,
+        open_spool, node=node, boot_id=boot_id, clock=clock, randomness=randomness, journal=journal
     )
 
 

@@ -14,7 +14,7 @@ from gpuops.host.storage.mounts import (
     parse_fstab,
     parse_mountinfo,
     read_filesystems,
-    worth_asking,
+    real_filesystems,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -24,7 +24,7 @@ HOME = "30 25 0:50 / /home rw - nfs4 filer:/home rw"
 
 
 def points(*lines):
-    return [mount.point for mount in worth_asking(parse_mountinfo("\n".join(lines)))]
+    return [mount.point for mount in real_filesystems(parse_mountinfo("\n".join(lines)))]
 
 
 def test_real_file_systems_are_asked_and_pseudo_ones_are_not():
@@ -43,7 +43,7 @@ def test_a_file_system_that_is_mounted_twice_is_asked_once():
 
 
 def test_of_several_mounts_on_one_point_the_visible_one_is_asked():
-    (mount,) = worth_asking(parse_mountinfo(f"{ROOT}\n26 1 8:2 / / rw - xfs /dev/sdb1 rw"))
+    (mount,) = real_filesystems(parse_mountinfo(f"{ROOT}\n26 1 8:2 / / rw - xfs /dev/sdb1 rw"))
 
     assert mount.source == "/dev/sdb1"
 

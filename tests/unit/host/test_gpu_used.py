@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from gpuops.host.nvml.facts import held_bytes, is_anothers, main
+from gpuops.host.nvml.facts import held_bytes, is_foreign_process, main
 
 GIB = 2**30
 
@@ -93,11 +93,11 @@ def process(root, pid, environment):
 def test_a_worker_of_ours_carries_our_mark(tmp_path, environment, expected):
     process(tmp_path, 7, environment)
 
-    assert is_anothers(7, 42, tmp_path) is expected
+    assert is_foreign_process(7, 42, tmp_path) is expected
 
 
 def test_a_process_that_is_gone_is_nobody(tmp_path):
-    assert not is_anothers(7, 42, tmp_path)
+    assert not is_foreign_process(7, 42, tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
@@ -105,7 +105,7 @@ def test_another_users_process_is_anothers(tmp_path):
     process(tmp_path, 7, b"GPUOPS_AGENT_PID=42\0")
     os.chown(tmp_path / "proc/7", 12345, 12345)
 
-    assert is_anothers(7, 42, tmp_path)
+    assert is_foreign_process(7, 42, tmp_path)
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "2"], ["1"]])

@@ -208,11 +208,7 @@ def _strike_rows(incident: Incident, envelope: EventEnvelope, rank: str) -> Iter
 
 
 def _entity_columns(incident: Incident, entity: Entity) -> Row:
-    return {
-        "incident_id": incident.id,
-        "entity_kind": entity.kind.value,
-        "entity_id": entity.id,
-    }
+    return {"incident_id": incident.id, "entity_kind": entity.kind.value, "entity_id": entity.id}
 
 
 def _attempt_rows(incident: Incident, envelope: EventEnvelope, rank: str) -> Iterator[ProjectedRow]:
@@ -300,9 +296,7 @@ def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
         detected_us=event.t_us,
         evidence=(
             Evidence(
-                role=Role.ROOT,
-                text=error,
-                lines=tuple(line[:_LINE_CHARS_MAX] for line in trace),
+                role=Role.ROOT, text=error, lines=tuple(line[:_LINE_CHARS_MAX] for line in trace)
             ),
         ),
         resolved_us=event.t_us,

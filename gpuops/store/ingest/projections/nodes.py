@@ -69,11 +69,7 @@ def common_rows(envelope: EventEnvelope) -> list[ProjectedRow]:
         ),
     ]
     if event.run_id is not None:
-        run = {
-            "id": event.run_id,
-            "cluster_id": envelope.cluster_id,
-            "first_seen_us": event.t_us,
-        }
+        run = {"id": event.run_id, "cluster_id": envelope.cluster_id, "first_seen_us": event.t_us}
         rows.append((RUNS, run))
         if event.attempt is not None:
             rows.append((ATTEMPTS, attempt_stub(event.run_id, event.attempt)))

@@ -140,11 +140,7 @@ def _run_stub(envelope: EventEnvelope) -> Row:
     event = envelope.event
     if event.run_id is None:
         raise SpoolLineError(f"{event.kind} without a run")
-    return {
-        "id": event.run_id,
-        "cluster_id": envelope.cluster_id,
-        "first_seen_us": event.t_us,
-    }
+    return {"id": event.run_id, "cluster_id": envelope.cluster_id, "first_seen_us": event.t_us}
 
 
 def _run_and_attempt(envelope: EventEnvelope) -> tuple[str, int]:

@@ -6,7 +6,7 @@ from alembic import op
 revision = "0001"
 down_revision = None
 
-# Frozen: what gpuops.store.schema was at this revision, whatever becomes of it.
+# Frozen copy of gpuops.store.schema at this revision.
 _TABLES = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",

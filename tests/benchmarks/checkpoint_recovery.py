@@ -88,7 +88,7 @@ class KilledWorker:
 
     def kill(self, after_s: float) -> None:
         """Start a worker, and kill it *after_s* after its first commit."""
-        self._sidecar.say(self._request)
+        self._sidecar.write_line(self._request)
         reply = self._sidecar.read_line().split()
         if len(reply) != 3 or reply[0] != "committed":
             raise BenchError("the worker that was to be killed saved nothing")

@@ -197,6 +197,7 @@ class PreflightPlan:
     env: Mapping[str, str]
     deadline_s: float = 20.0
     gpus: Collection[str] = ()
+    suite: str = "preflight"
 
     command: Sequence[str] = (sys.executable, "-P", "-m", "gpuops")
 
@@ -208,7 +209,7 @@ class PreflightPlan:
         return [
             *self.command,
             "check",
-            *("--suite", "preflight"),
+            *("--suite", self.suite),
             *("--trigger", "preflight"),
             *("--deadline", f"{probes_s:g}"),
             *gpus,

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gpuops.errors import DrillError
-from gpuops.host.process.inspect import descendants, parent_of
+from gpuops.host.process.inspect import descendants
 from gpuops.host.procfs import process
 from gpuops.wire.ring import RingError, read_beats, read_header
 
@@ -222,12 +224,12 @@ class ProcessSnapshot:
 
 def inspect_process(pid: int) -> ProcessSnapshot | None:
     """Return the process *pid*, None if it has ended."""
-    folder, known, parent = Path(f"/proc/{pid}"), process(pid), parent_of(pid)
+    folder, known = Path(f"/proc/{pid}"), process(pid)
     try:
-        uid = folder.stat().st_uid
-    except OSError:
+        uid, parent = folder.stat().st_uid, psutil.Process(pid).ppid()
+    except (OSError, psutil.NoSuchProcess):
         return None
-    if known is None or parent is None:
+    if known is None:
         return None
     pairs = (word.partition("=") for word in _read_strings(folder / "environ"))
     return ProcessSnapshot(
@@ -393,10 +395,10 @@ def _is_control_store(pid: int) -> bool:
 
 
 def _ancestors(pid: int) -> list[int]:
-    found = [pid]
-    while (parent := parent_of(found[-1])) is not None and parent > 0:
-        found.append(parent)
-    return found
+    try:
+        return [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def _read_strings(path: Path) -> tuple[str, ...]:

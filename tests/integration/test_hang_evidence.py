@@ -160,7 +160,7 @@ def test_the_rank_that_holds_the_other_up_is_named_and_its_state_told(
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["sleep", "gil"])
 def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp_path, how):
-    reader = SystemEvidenceReader("", beside=tmp_path)
+    reader = SystemEvidenceReader("", next_to=tmp_path)
     with Job(tmp_path, how, reader) as job:
         report = job.report()
         evidence = evidence_of(job.sentry, SystemClock(), 5.0)
@@ -210,7 +210,7 @@ def test_a_dump_that_is_there_before_the_asker_runs_again_counts(tmp_path):
         os.sched_setaffinity(0, {one})
         try:
             dumps = [
-                SystemEvidenceReader("", beside=tmp_path).dump([target], 30.0) for _ in range(20)
+                SystemEvidenceReader("", next_to=tmp_path).dump([target], 30.0) for _ in range(20)
             ]
         finally:
             os.sched_setaffinity(0, processors)

@@ -95,7 +95,7 @@ class FakeWorkers:
         return any(code != 0 for code in self.codes.values())
 
     @property
-    def calls_for_a_look(self):
+    def needs_exit_check(self):
         return self.all_ended or self.has_failed
 
     def of_rank(self, rank):
@@ -346,7 +346,7 @@ class Node:
 
         seat = self.agent.take_seats(*others)
         torch = TorchHooks(
-            interval_s=0.0, reap=self.reap, leave=self.left.append, looks_for_d_state=False
+            interval_s=0.0, reap=self.reap, leave=self.left.append, checks_d_state=False
         )
         return AttemptRunner(
             self.agent.parts,

@@ -83,7 +83,7 @@ class GpuopsAgent(LocalElasticAgent):
             interval_s=self._worker_group.spec.monitor_interval,
             reap=lambda: super(GpuopsAgent, self)._monitor_workers(self._worker_group),
             leave=self._leave,
-            looks_for_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
+            checks_d_state=getattr(self, "_uninterruptible_state_timeout", 0.0) > 0,
         )
         return AttemptRunner(
             self._services, attempt, torch, waiting=self._waiting, write_state=self.write_state

@@ -39,7 +39,7 @@ class TorchHooks:
     interval_s: float
     reap: Callable[[], RunResult]
     leave: Callable[[Collection[int]], None]
-    looks_for_d_state: bool
+    checks_d_state: bool
 
 
 class AttemptRunner:
@@ -99,7 +99,7 @@ class AttemptRunner:
                     return None
                 continue
             self._ask_for_drain()
-            if self._workers.calls_for_a_look or self._torch.looks_for_d_state:
+            if self._workers.needs_exit_check or self._torch.checks_d_state:
                 result = self._check_exits()
                 if result is not None:
                     return self._done(result)

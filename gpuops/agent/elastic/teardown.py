@@ -137,7 +137,7 @@ def abandon_unkillable(context: PContext, local_ranks: Iterable[int]) -> None:
 KILL_WAIT_S = 5.0  # a process without a device in its way is gone milliseconds after SIGKILL
 _PARENT_CHECK_S = 0.05
 # What is to count as stuck has to be so at each of these polls, in the last part of that wait.
-_STUCK_LOOKS = 10
+_STUCK_POLLS = 10
 _STUCK_LOOK_S = 0.1
 
 
@@ -195,7 +195,7 @@ def end_workers(  # noqa: PLR0913  whom, with what, how long, and what is known 
         if watcher.wait(lambda seen: len(seen) == len(pids), _PARENT_CHECK_S):
             break
     _send(signal.SIGKILL, pids, watcher, clock, done)
-    watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S - _STUCK_LOOKS * _STUCK_LOOK_S)
+    watcher.wait(lambda seen: len(seen) == len(pids), KILL_WAIT_S - _STUCK_POLLS * _STUCK_LOOK_S)
     done.stuck, done.exiting = _left(pids, watcher, poll)
     _end_children(pids)
     return done
@@ -207,7 +207,7 @@ def _left(
     """Return who is stuck, and who is exiting."""
     left: dict[int, KillOutcome] = {}
     moves: set[int] = set()
-    for _ in range(_STUCK_LOOKS):
+    for _ in range(_STUCK_POLLS):
         gone = watcher.seen()
         left = {n: poll(pids[n]) for n in sorted(pids) if n not in gone}
         moves |= {n for n, found in left.items() if found is not KillOutcome.STUCK}

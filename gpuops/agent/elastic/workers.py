@@ -186,7 +186,7 @@ class Workers:
         return {worker.rank: worker.pid for worker in self._workers.values()}
 
     @property
-    def calls_for_a_look(self) -> bool:
+    def needs_exit_check(self) -> bool:
         """Say whether torch has something to find: a failure, or the end of all."""
         if not self._watcher.sees_all:
             return True

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from gpuops.agent.launch.options import Option, Wishes
+from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
 from gpuops.agent.launch.restart_policy import NodeCount
 from gpuops.agent.launch.slurm import SlurmStep
@@ -121,7 +121,7 @@ class _Patience:
     predecessor_s: float
     end_ns: int = field(init=False)
     refused_ns: int | None = field(init=False, default=None)
-    has_told: bool = field(init=False, default=False)
+    has_logged: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.end_ns = self.clock.mono_ns() + round(self.limit_s * NS_PER_S)
@@ -135,9 +135,9 @@ class _Patience:
             end_ns = min(end_ns, self.refused_ns + round(self.predecessor_s * NS_PER_S))
         if now_ns >= end_ns:
             return False
-        if not self.has_told:
+        if not self.has_logged:
             log.warning("waiting for the control store of this run: %s", exc)
-            self.has_told = True
+            self.has_logged = True
         return True
 
 
@@ -233,7 +233,12 @@ class Endpoint:
 
 
 def resolve_endpoint(
-    options: Wishes, size: NodeCount, step: SlurmStep | None, *, is_standalone: bool, store_url: str
+    options: Options,
+    size: NodeCount,
+    step: SlurmStep | None,
+    *,
+    is_standalone: bool,
+    store_url: str,
 ) -> Endpoint:
     """Return where the agents meet; *store_url* is where ``--rdzv-backend=postgres`` alone points.
 
@@ -273,7 +278,7 @@ def fill_torch(found: argparse.Namespace, place: Endpoint) -> None:
     found.master_addr, found.master_port = "127.0.0.1", MASTER_PORT
 
 
-def workers_master(options: Wishes) -> tuple[str, int] | None:
+def workers_master(options: Options) -> tuple[str, int] | None:
     """Return the master that the user named for the workers of a single node.
 
     Raises:
@@ -285,11 +290,11 @@ def workers_master(options: Wishes) -> tuple[str, int] | None:
     return options["master_addr"].text or "127.0.0.1", _port(port.text, port.shown)
 
 
-def _is_static(options: Wishes) -> bool:
+def _is_static(options: Options) -> bool:
     return any(options[name].text for name in ("node_rank", "master_addr", "master_port"))
 
 
-def _order(options: Wishes, step: SlurmStep | None) -> int | None:
+def _order(options: Options, step: SlurmStep | None) -> int | None:
     rank = options["node_rank"]
     if rank.text is not None:
         if not rank.text.isdecimal():
@@ -320,7 +325,7 @@ def _database(backend: Option, endpoint: Option, store_url: str) -> str:
 
 
 def _address(
-    options: Wishes, step: SlurmStep | None, order: int | None
+    options: Options, step: SlurmStep | None, order: int | None
 ) -> tuple[str, int, bool | None]:
     """Return host, port, and whether this node is that host (None: to be found out)."""
     endpoint, backend = options["rdzv_endpoint"], options["rdzv_backend"]

@@ -72,8 +72,8 @@ _MEANING = {
 
 def meaning(exit_code: int) -> str | None:
     """Return what *exit_code* asks for, None for one that asks for nothing."""
-    said = _MEANING.get(exit_code)
-    return None if said is None else f"exit {exit_code}: {said}"
+    meaning = _MEANING.get(exit_code)
+    return None if meaning is None else f"exit {exit_code}: {meaning}"
 
 
 def leave(exit_code: int, file: str | None) -> str | None:

@@ -45,7 +45,7 @@ class Option:
         return self.text
 
 
-Wishes = Mapping[str, Option]
+Options = Mapping[str, Option]
 
 
 def read_option(
@@ -84,11 +84,11 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run"})
 # Flags of torchrun whose absence means something here. torch's parser reads PET_* for them itself;
 # without a default from there, what was given and where is known.
-TORCH_WISHES = (
+TORCH_OPTIONS = (
     *("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
 )
-OUR_WISHES = (
+OUR_OPTIONS = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
     *("token_file", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
@@ -206,7 +206,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
     parser.set_defaults(
         **{key: value for key, value in defaults.items() if f"PET_{key.upper()}" not in env},
-        **dict.fromkeys((*TORCH_WISHES, *OUR_WISHES)),
+        **dict.fromkeys((*TORCH_OPTIONS, *OUR_OPTIONS)),
     )
     return parser
 

@@ -10,12 +10,12 @@ from gpuops.agent.launch.endpoint import Endpoint, fill_torch, resolve_endpoint,
 from gpuops.agent.launch.identity import HOW, token_of
 from gpuops.agent.launch.option_values import RendezvousTimeouts, parse_conf
 from gpuops.agent.launch.options import (
-    OUR_WISHES,
-    TORCH_WISHES,
+    OUR_OPTIONS,
+    TORCH_OPTIONS,
     Option,
+    Options,
     RunRequest,
     TypedOptions,
-    Wishes,
     read_option,
 )
 from gpuops.agent.launch.plan import CheckpointPlan, EndpointKind, LaunchPlan
@@ -75,13 +75,13 @@ def request_of(
     )
 
 
-def _options(found: argparse.Namespace, env: Mapping[str, str], settings: Settings) -> Wishes:
-    names = (*TORCH_WISHES, *OUR_WISHES)
+def _options(found: argparse.Namespace, env: Mapping[str, str], settings: Settings) -> Options:
+    names = (*TORCH_OPTIONS, *OUR_OPTIONS)
     return {name: read_option(name, found, env, settings.values) for name in names}
 
 
 def _plan(
-    options: Wishes, policy: RestartPolicy, endpoint: Endpoint, step: SlurmStep | None
+    options: Options, policy: RestartPolicy, endpoint: Endpoint, step: SlurmStep | None
 ) -> LaunchPlan:
     address, port = read(options["http"], schema.parse_http_address)
     grace, decide = options["drain_grace"], options["decide"]
@@ -100,7 +100,7 @@ def _plan(
     )
 
 
-def _checkpoints(options: Wishes, settings: Settings) -> CheckpointPlan:
+def _checkpoints(options: Options, settings: Settings) -> CheckpointPlan:
     wanted, directory = options["ckpt"], options["ckpt_dir"]
     values = settings.values
     return CheckpointPlan(
@@ -148,7 +148,7 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
 
 def _fill(
     found: argparse.Namespace,
-    options: Wishes,
+    options: Options,
     plan: LaunchPlan,
     endpoint: Endpoint,
     step: SlurmStep | None,

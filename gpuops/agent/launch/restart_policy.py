@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gpuops.agent.launch.options import Option, Wishes
+from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.slurm import SlurmStep
 from gpuops.config import schema
 from gpuops.errors import UsageError
@@ -36,7 +36,7 @@ def read(option: Option, meaning: Callable[[str], T]) -> T:
         raise UsageError(f"{option.shown}: {exc}") from None
 
 
-def node_count(options: Wishes, step: SlurmStep | None, *, is_standalone: bool) -> NodeCount:
+def node_count(options: Options, step: SlurmStep | None, *, is_standalone: bool) -> NodeCount:
     """Return how many nodes the run has; a step of `srun` says it where no flag does.
 
     Raises:
@@ -65,7 +65,7 @@ def node_count(options: Wishes, step: SlurmStep | None, *, is_standalone: bool) 
     return size
 
 
-def restart_policy(options: Wishes, size: NodeCount) -> RestartPolicy:
+def restart_policy(options: Options, size: NodeCount) -> RestartPolicy:
     """Return the terms of the run's restarts.
 
     Raises:
@@ -83,7 +83,7 @@ def restart_policy(options: Wishes, size: NodeCount) -> RestartPolicy:
     )
 
 
-def _on_exhausted(options: Wishes, size: NodeCount) -> OnExhausted:
+def _on_exhausted(options: Options, size: NodeCount) -> OnExhausted:
     option = options["on_exhausted"]
     if option.text is None:
         return OnExhausted.SHRINK if size.is_range else OnExhausted.REQUEUE
@@ -101,7 +101,7 @@ def _on_exhausted(options: Wishes, size: NodeCount) -> OnExhausted:
     return chosen
 
 
-def _single_node(options: Wishes) -> Wishes:
+def _single_node(options: Options) -> Options:
     """Return *options* less what a site's file wants of runs that have more than one node."""
     own = {
         name: Option(text, options[name].shown, is_set=False)
@@ -111,7 +111,7 @@ def _single_node(options: Wishes) -> Wishes:
     return {**options, **own}
 
 
-def _refuse_node_flags(options: Wishes) -> None:
+def _refuse_node_flags(options: Options) -> None:
     for name, alone in (("spares", "0"), ("min_nodes", "1"), ("node_unit", "1")):
         option = options[name]
         if option.is_set and option.text != alone:
@@ -127,13 +127,13 @@ def _refuse_node_flags(options: Wishes) -> None:
         )
 
 
-def _rest_of(step: SlurmStep, said: Option, spares: int, unit_option: Option, unit: int) -> int:
+def _rest_of(step: SlurmStep, nnodes: Option, spares: int, unit_option: Option, unit: int) -> int:
     n_nodes = len(step.nodes)
     high = (n_nodes - spares) // unit * unit
     if high < 1:
         with_unit = f" and {unit_option.shown}" if unit > 1 else ""
         raise UsageError(
-            f"{said.shown}{with_unit} leaves no node to train: Slurm's step has {n_nodes}"
+            f"{nnodes.shown}{with_unit} leaves no node to train: Slurm's step has {n_nodes}"
         )
     return high
 
@@ -151,16 +151,16 @@ def _range(nnodes: Option) -> tuple[int, int]:
 
 
 def _minimum(option: Option, nnodes: Option, low: int, high: int, *, is_range: bool) -> int:
-    said = read(option, schema.parse_node_count)
+    minimum = read(option, schema.parse_node_count)
     of = nnodes.shown if nnodes.text else f"a run on {high} node{'s' * (high > 1)}"
-    if said > high:
+    if minimum > high:
         raise UsageError(f"{option.shown} is more than there can be: {of}")
-    if is_range and said != low:
+    if is_range and minimum != low:
         raise UsageError(f"{option.shown} and {of} name different minima; leave one of them out")
-    return said
+    return minimum
 
 
-def _refuse_size(size: NodeCount, options: Wishes, step: SlurmStep | None) -> None:
+def _refuse_size(size: NodeCount, options: Options, step: SlurmStep | None) -> None:
     unit = options["node_unit"]
     for what, number in (("most", size.high), ("least", size.low)):
         if number % size.unit:

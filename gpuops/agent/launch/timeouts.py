@@ -69,17 +69,17 @@ class Timeouts:
 
     def to_json(self) -> Json:
         return {
-            "timeouts": [rung.to_json() for rung in self.timeouts],
+            "timeouts": [timeout.to_json() for timeout in self.timeouts],
             "problems": [{"text": p.text, "is_error": p.is_error} for p in self.problems],
         }
 
     def to_text(self) -> str:
         """Return a table, a line for each limit, and then the problems."""
-        wide = max(len(rung.name) for rung in self.timeouts)
-        values = max(len(rung.text) for rung in self.timeouts)
+        wide = max(len(timeout.name) for timeout in self.timeouts)
+        values = max(len(timeout.text) for timeout in self.timeouts)
         lines = [
-            f"{rung.name:<{wide}}  {rung.text:>{values}}  {rung.what} [{rung.source}]"
-            for rung in self.timeouts
+            f"{timeout.name:<{wide}}  {timeout.text:>{values}}  {timeout.what} [{timeout.source}]"
+            for timeout in self.timeouts
         ]
         words = {True: "error", False: "warning"}
         return "\n".join([*lines, *(f"{words[p.is_error]}: {p.text}" for p in self.problems)])
@@ -104,7 +104,9 @@ def timeouts_of(
 ) -> Timeouts:
     """Return the limits of *request*; *phases* has those of evaluation and the like, if any are."""
     plan = request.plan
-    timeouts = {rung.name: rung for rung in _all_timeouts(request, env, now_s, phases or {})}
+    timeouts = {
+        timeout.name: timeout for timeout in _all_timeouts(request, env, now_s, phases or {})
+    }
     problems = [
         problem
         for low, high, why, rule in _order(plan)

@@ -64,8 +64,8 @@ def configure(request: RunRequest) -> tuple[LaunchConfig, GenerationLogs]:
     try:
         config, _entrypoint, _arguments = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError) as exc:
-        said = str(exc) or "a flag has a value that torch refuses"
-        raise UsageError(said) from exc
+        text = str(exc) or "a flag has a value that torch refuses"
+        raise UsageError(text) from exc
     if config.nproc_per_node < 1:
         raise UsageError(f"--nproc-per-node={args.nproc_per_node}: this node has none")
     theirs = config.logs_specs

@@ -168,8 +168,8 @@ class RankFacts:
 class SystemEvidenceReader:
     """Reads the state of workers on this host; `find_pyspy` finds py-spy."""
 
-    def __init__(self, search_path: str | None, beside: Path | None = None) -> None:
-        self._pyspy = find_pyspy(search_path, beside)
+    def __init__(self, search_path: str | None, next_to: Path | None = None) -> None:
+        self._pyspy = find_pyspy(search_path, next_to)
 
     def inspect(self, pid: int) -> ProcessDetails | None:
         """Return the state of process *pid*, None where it is gone."""

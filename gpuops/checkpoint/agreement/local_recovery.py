@@ -328,12 +328,12 @@ def _damaged_shards(
         cuts = range(0, len(numbers), _CHUNKS_PER_TASK)
         pieces += [(shard, numbers[at : at + _CHUNKS_PER_TASK]) for at in cuts]
 
-    def look(piece: tuple[Shard, range]) -> Sequence[int]:
+    def read_bad(piece: tuple[Shard, range]) -> Sequence[int]:
         entry = memory[piece[0]]
         return damaged_among(entry.memory.view, entry.copy.digest, piece[1])
 
     found: dict[Shard, list[int]] = {}
-    for (shard, _), numbers_bad in zip(pieces, map_function(look, pieces), strict=True):
+    for (shard, _), numbers_bad in zip(pieces, map_function(read_bad, pieces), strict=True):
         found.setdefault(shard, []).extend(numbers_bad)
     for shard, numbers_bad in found.items():
         if numbers_bad:

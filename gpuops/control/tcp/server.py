@@ -60,14 +60,14 @@ class ControlStoreServer:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
-        def look() -> None:
+        def check_idle() -> None:
             left_s = self.state.last_request_s + self.idle_timeout_s - time.monotonic()
             if left_s <= 0:
                 ended.set_result(None)
             else:
-                loop.call_later(min(left_s, _IDLE_CHECK_S), look)
+                loop.call_later(min(left_s, _IDLE_CHECK_S), check_idle)
 
-        look()
+        check_idle()
         await ended
 
 

@@ -166,26 +166,14 @@ def _caught(status: str) -> frozenset[int]:
     return frozenset(int(n) for n in signal.Signals if mask >> (n - 1) & 1)
 
 
-def descendants(pid: int, root: Path = Path("/")) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Return the living descendants of *pid*, parents before children."""
-    children: dict[int, list[int]] = {}
-    for stat in (root / "proc").glob("[0-9]*/stat"):
-        child = int(stat.parent.name)
-        parent = parent_of(child, root)
-        if parent is not None:
-            children.setdefault(parent, []).append(child)
-    ordered = [pid]
-    for parent in ordered:
-        ordered += children.get(parent, [])
-    return ordered[1:]
+    import psutil  # half of the start of `gpuops check`, which kills no tree where all is well
 
-
-def parent_of(pid: int, root: Path = Path("/")) -> int | None:
-    """Return the parent of *pid* (field 4 of proc(5)), None if it is gone."""
     try:
-        return int((text_of(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()[1])
-    except (ValueError, IndexError):
-        return None
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 _FLAGS = 6  # field 9 of proc(5), counted from the state (field 3)

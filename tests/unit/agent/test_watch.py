@@ -147,7 +147,7 @@ def test_an_end_without_a_code_is_torchs_to_judge(start):
     process.wait()
     workers = Workers([worker(0, process.pid), worker(1, other.pid)], SystemClock())
     try:
-        assert workers.calls_for_a_look
+        assert workers.needs_exit_check
         assert not workers.has_failed
         other.kill()
         wait_until(lambda: workers.has_failed, 10, "the end of the other")

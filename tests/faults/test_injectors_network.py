@@ -89,7 +89,7 @@ def test_a_link_is_throttled_and_then_no_more(hosts):
     wait_until(lambda: "tbf" in discipline())
     again = hosts[0].gpuops("drill", "slow-link", "--interface", "eth0", "--rate", "2", "--yes")
     assert again.returncode == 1
-    assert "discipline of its own (tbf)" in again.stderr
+    assert "already has a queueing discipline (tbf)" in again.stderr
     assert "tbf" in discipline()
 
     drill.kill()

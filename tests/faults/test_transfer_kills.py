@@ -267,5 +267,5 @@ def test_no_push_to_a_holder_that_is_stopped_for_good(image, sides, tmp_path):
     port = holder.heard()["port"]
     holder.send(signal.SIGSTOP)
     bounds = limits(chunk_bytes=CHUNK, stall_s=0.5, handshake_s=0.5)
-    with pytest.raises(TransferError, match="did not get to holder"):
+    with pytest.raises(TransferError, match="could not be pushed to holder"):
         hand_over(memory, copy, peer(port), terms(20, 1.0, limits=bounds))

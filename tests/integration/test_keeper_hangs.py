@@ -111,7 +111,7 @@ def test_a_hang_is_named_where_the_keeper_after_it_cannot_begin(tmp_path, stack)
     stack.callback(keeper.kill)
     os.kill(keeper.pid, signal.SIGSTOP)
 
-    with pytest.raises(KeeperError, match=r"did not begin within 0 s.* it was stopped by a signal"):
+    with pytest.raises(KeeperError, match=r"did not start within 0 s.* it was stopped by a signal"):
         start_or_adopt(tmp_path / "k", lease_s=30.0, ready_s=0.0)
 
     assert not is_alive(keeper.pid)

@@ -146,7 +146,7 @@ def test_a_store_that_only_fails_is_told_in_time_and_nothing_changes(
     through = behind(2)
 
     began_ns = clock.mono_ns()
-    with pytest.raises(CheckpointError, match=r"cannot ask for s3://"):
+    with pytest.raises(CheckpointError, match=r"cannot inspect s3://"):
         persist(through, LATER, pair, origin=ORIGIN)
     with pytest.raises(CheckpointError):
         through.list_states()

@@ -1,41 +1,46 @@
-"""Who was started by whom."""
+"""Which processes a process has started, and those theirs."""
 
 import os
+import shutil
+import subprocess
+
+import pytest
+from support.runs import wait_until
 
 from gpuops.host.process.inspect import descendants
 
 
-def stat(root, pid, parent, name="python"):
-    folder = root / f"proc/{pid}"
-    folder.mkdir(parents=True)
-    (folder / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0 -1 0")
+@pytest.fixture
+def tree():
+    """Yield a shell whose child, a shell too, has a child; no signal of the test reaches them."""
+    script = "sh -c 'sleep 600; true'; true"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True) as process:
+        yield process
+        for pid in (process.pid, *descendants(process.pid)):
+            os.kill(pid, 9)
 
 
-def test_children_and_theirs_come_in_order(tmp_path):
-    for pid, parent in ((1, 0), (10, 1), (11, 10), (12, 11), (13, 10), (20, 1)):
-        stat(tmp_path, pid, parent)
+def test_children_and_theirs_come_in_order(tree):
+    wait_until(lambda: len(descendants(tree.pid)) == 2, what="the shells")
+    child, grandchild = descendants(tree.pid)
 
-    assert sorted(descendants(10, tmp_path)) == [11, 12, 13]
-    assert descendants(10, tmp_path).index(11) < descendants(10, tmp_path).index(12)
-    assert descendants(12, tmp_path) == []
+    assert descendants(child) == [grandchild]
+    assert descendants(grandchild) == []
+    assert {child, grandchild} < set(descendants(os.getpid()))
 
 
 def test_a_name_cannot_pretend_another_parent(tmp_path):
-    stat(tmp_path, 5, 1, "x) S 10 (y")
-
-    assert descendants(10, tmp_path) == []
-    assert descendants(1, tmp_path) == [5]
-
-
-def test_what_cannot_be_read_is_left_out(tmp_path):
-    stat(tmp_path, 11, 10)
-    (tmp_path / "proc/12").mkdir()
-    (tmp_path / "proc/13").mkdir()
-    (tmp_path / "proc/13/stat").write_text("rubbish")
-
-    assert descendants(10, tmp_path) == [11]
-    assert descendants(10, tmp_path / "nothing") == []
+    program = tmp_path / "x) S 1 (y"
+    program.symlink_to(shutil.which("sleep"))
+    with subprocess.Popen([program, "600"]) as process:
+        try:
+            assert process.pid in descendants(os.getpid())
+        finally:
+            process.kill()
 
 
-def test_on_this_machine():
-    assert os.getpid() in descendants(os.getppid())
+def test_a_process_that_is_gone_has_none():
+    process = subprocess.Popen(["true"])
+    process.wait()
+
+    assert descendants(process.pid) == []

@@ -13,6 +13,7 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 from support.draws import load_profile  # noqa: E402
+from support.order import spread  # noqa: E402
 from support.postgres import (  # noqa: E402, F401 fixtures for every test
     guarded_postgres,
     postgres_server,
@@ -41,6 +42,15 @@ def pytest_configure():
     # A shell starts what runs in the background with SIGINT ignored, and all it starts in turn.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)  # after the tests that a command line leaves out have gone
+def pytest_collection_modifyitems(items):
+    """Let the long waits begin in all processes of xdist at once."""
+    n_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if n_workers > 1:
+        paths = [item.nodeid.partition("::")[0] for item in items]
+        items[:] = [items[index] for index in spread(paths, n_workers)]
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ COMMANDS = {
         "Record the facts that checks read, to judge them elsewhere.",
     ),
     "incident": ("gpuops.cli.history:incident", "List and show incidents."),
-    "node": ("gpuops.cli.node:node", "List nodes; tell one's findings, drains and repairs."),
+    "node": ("gpuops.cli.node:node", "List nodes; show one's findings, drains and repairs."),
     "repair": ("gpuops.cli.node:repair", "Record that a node was repaired."),
     "report": ("gpuops.cli.history:report", "Say where a run's time went, and who was to blame."),
     "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),

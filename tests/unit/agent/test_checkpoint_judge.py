@@ -164,6 +164,12 @@ def test_of_a_generation_that_is_over_nothing_is_taken():
     assert judge(mark, everybody(replicated=(StateId(EPOCH, 1),))) == mark
 
 
+def test_a_state_of_another_epoch_is_not_committed():
+    found = everybody(replicated=(StateId(EPOCH, 3), StateId(EPOCH + 1, 4)))
+
+    assert judge(CommitRecord(), found).committed == StateId(EPOCH, 3)
+
+
 def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_missed():
     pacer = SavePacer()
     assert pacer.next_step() is None

@@ -60,8 +60,12 @@ def check_saves(found, names, n_tensors):
         assert way["durable_s"]["median"] >= way["stall_s"]["median"]
     by_name = {way["way"]: way for way in found["ways"]}
     assert all(value > 0 for value in numbers(by_name["gpuops"]["recoverable_s"]))
-    # A save may be done before the second step of a busy machine; then nothing was compared.
-    assert by_name["gpuops"]["loss"]["n"] <= 2
+    # A save that is durable before the next step slows none: its two durations are one number.
+    ours = by_name["gpuops"]
+    at_once = {ours["durable_s"][name] for name in ("min", "max")} & {
+        ours["stall_s"][name] for name in ("min", "max")
+    }
+    assert ours["loss"]["n"] == 2 - len(at_once)
     assert all(value > 0 for ratio in found["ratios"].values() for value in numbers(ratio))
 
 

@@ -127,8 +127,16 @@ def test_a_long_pause_of_postgres_fences_the_workers_and_all_come_back(
     run.enough()
     assert run.finish() == {"n0": 0, "n1": 0}
     fenced = {host.name for host in hosts if run.events("agent.fenced", host)}
-    # Ranks that lose a peer to the first fence may fail before that of their own node is due.
     assert fenced
+    # Ranks that lose a peer to the first fence may fail before that of their own node is due.
+    failed = {
+        host.name
+        for host in hosts
+        for event in run.events("agent.report", host)
+        if event["payload"]["kind"] == "workers_failed"
+    }
+    assert fenced | failed == {"n0", "n1"}
+    assert all(run.events("board.lost", host) for host in hosts)
     assert run.orphans() == set()
 
 

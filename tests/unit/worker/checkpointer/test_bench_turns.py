@@ -87,3 +87,10 @@ def test_a_machine_that_grows_slower_is_no_loss_of_the_saver():
 
     assert taken.loss == pytest.approx(0.0, abs=1e-9)
     assert taken.lost_s == pytest.approx(taken.stall_s, abs=1e-6)
+
+
+def test_a_save_that_is_durable_before_the_next_step_has_no_loss():
+    taken = measure_save(Slowing(), Way("at once"), 1, 10)
+
+    assert taken.loss is None
+    assert taken.durable_s == taken.stall_s

@@ -33,6 +33,7 @@ from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneErro
 from gpuops.checkpoint.keeper.messages import MESSAGE_BYTES_MAX, CheckpointPolicy, Lease, Skipped
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import FAST_CALL_S, NO_ANSWER, connect_rank
+from gpuops.checkpoint.keeper.serve import LOG
 from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
 
 TESTS = str(Path(__file__).parents[1])
@@ -357,6 +358,7 @@ def test_the_agent_hears_what_happened(keeper, stack):
     assert events["offered"]["tier"] == "memory"
     assert events["restored"]["bytes"] == 1234
     assert events["restored"]["seconds"] == 0.25
+    assert "kind=restored" in (keeper.socket_path.parent / LOG).read_text()
 
 
 def test_several_nodes_commit_and_choose_together(keeper, stack, tmp_path):

@@ -59,7 +59,7 @@ class KeeperCore:
         self.jobs = jobs
         self.clock_s = clock_s
         self.wall_s = wall_s
-        self.events = events or EventQueue()
+        self.events = EventQueue() if events is None else events  # an empty one is false
         self.agent: ClientConnection | None = None
         self.group: RankGroup | None = None
         self.instructions: AgentInstructions | None = None

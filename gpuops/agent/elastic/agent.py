@@ -5,7 +5,7 @@ and give up: this loop reads its workers and the record ten times a second, repo
 here to the control store, and carries out what was decided.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any
@@ -96,14 +96,18 @@ class GpuopsAgent(LocalElasticAgent):
         assert rendezvous.assignment is not None
         return rendezvous.assignment
 
-    def _begin(self, workers: Workers) -> Attempt:
-        attempt = Attempt(assignment=self._assignment, workers=workers, folder=self._log_folder())
+    def _begin(self, workers: Sequence[Worker], folder: Path) -> Attempt:
+        attempt = Attempt(
+            assignment=self._assignment,
+            workers=Workers(workers, self._services.clock),
+            folder=folder,
+        )
         self._services.current.attempt = attempt
         return attempt
 
     def _not_started(self, error: WorkerStartError) -> NodeReport:
         self.close()
-        attempt = self._begin(Workers([], self._services.clock))
+        attempt = self._begin([], self._log_folder())
         is_taken = isinstance(error, TakenDirectoryError)
         return NodeReport(
             kind=ReportKind.START_FAILED,
@@ -192,7 +196,7 @@ class GpuopsAgent(LocalElasticAgent):
             }
             for local_rank, rank in ranks.items()
         }
-        session.safely("looking at the GPUs", self._services.preflight.started)
+        session.safely("checking the GPUs", self._services.preflight.started)
         self._services.logs.prepare(RankLogFiles(folder, ranks, env))
         start_us = self._services.clock.now_us()
         try:
@@ -211,9 +215,11 @@ class GpuopsAgent(LocalElasticAgent):
             )
             for local_rank, rank in ranks.items()
         ]
-        self._begin(Workers(workers, self._services.clock))
+        attempt = self._begin(workers, folder)
         self._services.step_tracker.begin()
-        session.safely("recording the start", lambda: self._started(worker_group, start_us))
+        session.safely(
+            "recording the start", lambda: self._started(worker_group, attempt, start_us)
+        )
         # By now every reader of rings has opened this generation's.
         session.safely(
             "giving rings back", lambda: session.directory.remove_rings_before(generation)
@@ -224,18 +230,18 @@ class GpuopsAgent(LocalElasticAgent):
         self._services.monitors.begin(watched)
         return pids
 
-    def _started(self, worker_group: WorkerGroup, start_us: int) -> None:
+    def _started(self, worker_group: WorkerGroup, attempt: Attempt, start_us: int) -> None:
         facts = AttemptFacts(
             start_us=start_us,
-            world_size=worker_group.workers[0].world_size,
-            n_nodes=worker_group.group_world_size or 1,
-            group_rank=worker_group.group_rank or 0,
+            world_size=attempt.assignment.roster.world_size,
+            n_nodes=len(attempt.assignment.roster.members),
+            group_rank=attempt.assignment.group_rank,
             torch_run_id=worker_group.spec.rdzv_handler.get_run_id(),
-            log_dir=str(self._log_folder()),
+            log_dir=str(attempt.folder),
             slurm_job_id=self._services.slurm_job_id,
             slurm_restart_count=self._services.slurm_restart_count,
         )
-        self._session.journal.attempt_started(self._assignment.record.generation, facts)
+        self._session.journal.attempt_started(attempt.generation, facts)
         self._mark("started")
         self._session.kernel_log.mark()
         self.write_state("running")

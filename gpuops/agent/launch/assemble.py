@@ -84,13 +84,13 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssembledAgent:
-    """All that an agent is made of; nothing has been started but the preflight check's monitors."""
+    """All that an agent is made of, before torch's agent and before the control threads run."""
 
     launch: LaunchContext
     endpoint: ControlEndpoint
     session: RunSession
     services: Services
-    waiting: AgentWait
+    wait_hooks: AgentWait
     rendezvous: ControlRendezvous
     snapshot: PublishedSnapshot
     threads: ControlThreads
@@ -168,11 +168,11 @@ def _with_callbacks(
 ) -> AssembledAgent:
     """Return *services* with what calls them: the rendezvous, the status, the control threads."""
     control, plan = services.control, launch.request.plan.endpoint
-    waiting = AgentWait(services)
+    wait_hooks = AgentWait(services)
     rendezvous = ControlRendezvous(
         control,
         plan.run_key,
-        waiting,
+        wait_hooks,
         join_payload=lambda: _join_payload(services.checkpoints),
     )
     return AssembledAgent(
@@ -180,7 +180,7 @@ def _with_callbacks(
         endpoint=endpoint,
         session=services.session,
         services=services,
-        waiting=waiting,
+        wait_hooks=wait_hooks,
         rendezvous=rendezvous,
         snapshot=PublishedSnapshot(services, endpoint.describe(plan)),
         threads=_control_threads(launch, services, hang),

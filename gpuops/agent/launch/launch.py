@@ -453,7 +453,7 @@ def _make_agent(prepared: LaunchContext, assembly: AssembledAgent) -> GpuopsAgen
         spec,
         assembly.services,
         assembly.snapshot,
-        assembly.waiting.waiting,
+        assembly.wait_hooks.waiting,
         **{name: given[name] for name in options if name in takes and name in given},
     )
 

@@ -168,7 +168,7 @@ def _caught(status: str) -> frozenset[int]:
 
 def descendants(pid: int) -> list[int]:
     """Return the living descendants of *pid*, parents before children."""
-    import psutil  # half of the start of `gpuops check`, which kills no tree where all is well
+    import psutil  # 60 ms, which `gpuops check` must not take where no process has to be killed
 
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]

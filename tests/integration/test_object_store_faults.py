@@ -127,7 +127,8 @@ def test_an_upload_in_parts_that_was_completed_unheard_is_there(store, behind, p
 
     proxy.plan = plan
     with images(1, nbytes=101 * 2**20) as shards:
-        persist(behind(60), STATE, shards, origin=ORIGIN)
+        # A busy machine is not a second fault: the client waits for the answer.
+        persist(behind(60, read_timeout=60), STATE, shards, origin=ORIGIN)
 
     assert proxy.met == [fault]
     assert len([path for path in posts if "uploadId=" not in path]) == 1  # begun once
@@ -285,6 +286,41 @@ def test_an_object_that_another_run_replaced_is_not_committed(store, pair):
         persist(writer_store, STATE, pair, origin=ORIGIN, throttle=pace)
 
     assert states(store) == []
+
+
+def test_an_upload_that_the_store_carries_out_twice_is_committed(store, server, bucket, pair):
+    """A client that heard nothing asks again, and in the end both requests are carried out."""
+    s3fs = pytest.importorskip("s3fs", reason="S3 needs s3fs")
+    filesystem = s3fs.S3FileSystem(skip_instance_cache=True, **server.options())
+    first = {"Bucket": bucket, "Key": f"run/{STATE.name}/{Shard(0, 2).file_name}"}
+    calls, tags = [], []
+
+    def carry_out_again(nbytes):
+        calls.append(nbytes)
+        if nbytes == 0 and calls.count(0) == 2:  # the second shard is about to be written
+            there = filesystem.call_s3("get_object", **first)
+            tags.append(there["ETag"])
+            begun = filesystem.call_s3(
+                "create_multipart_upload", **first, Metadata=there["Metadata"]
+            )
+            one = {"PartNumber": 1, "UploadId": begun["UploadId"]}
+            part = filesystem.call_s3(
+                "upload_part", **first, **one, Body=content_of(pair[Shard(0, 2)])
+            )
+            parts = [{"PartNumber": 1, "ETag": part["ETag"]}]
+            done = filesystem.call_s3(
+                "complete_multipart_upload",
+                **first,
+                UploadId=begun["UploadId"],
+                MultipartUpload={"Parts": parts},
+            )
+            tags.append(done["ETag"])
+
+    persist(store, STATE, pair, origin=ORIGIN, throttle=carry_out_again)
+
+    assert len(set(tags)) == 2  # a new version
+    assert states(store) == [STATE]
+    assert verify_state(store, STATE) == []
 
 
 def test_what_was_never_finished_is_swept_after_a_day_and_not_before(server, bucket, store, pair):

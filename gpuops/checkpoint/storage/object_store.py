@@ -76,6 +76,7 @@ class ObjectWriter:
         )
         self._records: dict[Shard, ShardRecord] = {}
         self._versions: dict[Shard, str] = {}
+        self._upload_ids: dict[Shard, str] = {}
         self._is_finished = False
         self._existing = self._find_existing()
 
@@ -163,7 +164,7 @@ class ObjectWriter:
         try:
             throttle(0)  # an upload calls it first when a part is done
             verify_image(source, record.digest)
-            self._tree.upload(key, image_fd(source), throttle)
+            upload_id = self._tree.upload(key, image_fd(source), throttle)
             verify_image(source, record.digest)  # it did not change meanwhile
         except CorruptError as exc:
             raise CorruptError(f"{url} was not kept: {exc}") from exc
@@ -175,6 +176,7 @@ class ObjectWriter:
                 f"{url} has {size_bytes} bytes, {record.digest.nbytes} were written"
             )
         self._versions[record.shard] = self._tree.version(key) or ""
+        self._upload_ids[record.shard] = upload_id
         if self._session_folder is not None:
             key = f"{self._session_folder}/{record_file_name(record.shard)}"
             self._tree.write(key, encode_record(record))
@@ -201,10 +203,19 @@ class ObjectWriter:
             if there != record.digest.nbytes:
                 raise CorruptError(f"{name} has {there} bytes, not {record.digest.nbytes}")
         for shard, version in self._versions.items():
-            if self._tree.version(self._key(shard)) != version:
+            key, nbytes, upload_id = (
+                self._key(shard),
+                sizes[shard.file_name],
+                self._upload_ids[shard],
+            )
+            if self._tree.version(key) == version:
+                continue
+            # A client that got no answer sends its request again, and S3 may carry out the first
+            # one after the second: a new version of the same bytes.
+            if not self._tree.is_uploaded(key, nbytes, upload_id):
                 raise CheckpointError(
-                    f"{self._tree.address}/{self._key(shard)} was written by another run "
-                    "meanwhile. Give each run a prefix of its own"
+                    f"{self._tree.address}/{key} was written by another run meanwhile. "
+                    "Give each run a prefix of its own"
                 )
 
     def _key(self, shard: Shard) -> str:

@@ -301,8 +301,10 @@ class ObjectTree:
 
         self._call_in_bucket("write", key, put)
 
-    def upload(self, key: str, source_fd: int, throttle: Throttle) -> None:
+    def upload(self, key: str, source_fd: int, throttle: Throttle) -> str:
         """Write the file *source_fd* to the object *key*, several parts in parallel.
+
+        Return the ID of the upload, for `is_uploaded`.
 
         Raises:
             CheckpointError: It cannot be written; *throttle* may raise it, too.
@@ -326,10 +328,21 @@ class ObjectTree:
                 if not is_upload_gone(exc):
                     raise
                 # The completion was answered by an error and retried: it may have succeeded.
-                if not self._is_uploaded(key, nbytes, upload_id):
+                if not self._bears(key, nbytes, upload_id):
                     raise UploadLostError("the store no longer knows the upload") from None
 
         self._call_in_bucket("write", key, put)
+        return upload_id
+
+    def is_uploaded(self, key: str, nbytes: int, upload_id: str) -> bool:
+        """Return whether *key* has *nbytes* and is of that `upload`; False where it is not S3.
+
+        Raises:
+            CheckpointError: The request fails.
+        """
+        if not self._is_s3:
+            return False
+        return self._call("inspect", key, lambda: self._bears(key, nbytes, upload_id))
 
     def remove(self, key: str) -> None:
         """Remove the object *key*, if it is there.
@@ -448,8 +461,7 @@ class ObjectTree:
             return None
         return info if info.get("type") == "file" else None
 
-    def _is_uploaded(self, key: str, nbytes: int, upload_id: str) -> bool:
-        """Return whether *key* is an object of that size from that upload of this process."""
+    def _bears(self, key: str, nbytes: int, upload_id: str) -> bool:
         try:
             self._fs.invalidate_cache()
             path = self._path(key)

@@ -15,7 +15,6 @@ from gpuops.host.node_state import Counters, CounterSample
 from gpuops.host.nvml.facts import CallError, Fabric, GpuMemory, GpuProcess, RemappedRows
 from gpuops.model import Status
 
-NODES_PER_SHAPE = 2500
 SHAPES = ("h100-sxm", "h200-sxm", "a100-sxm-80gb", "b200-sxm")
 SUITES = ("full", "prolog", "epilog")
 JUDGED = tuple(name for name in NAMES if check_named(name).probe.name in DRAWERS)
@@ -37,11 +36,12 @@ def free_gpus(facts):
     return frozenset(item.uuid for item in facts.nvml.gpus if item.utilization_percent == 0)
 
 
+@pytest.mark.parametrize("n_nodes", [500, pytest.param(2500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_healthy_node_fails(shape):
+def test_no_healthy_node_fails(shape, n_nodes):
     rng = random.Random(shape)
     parameters = {suite: shipped(suite=suite) for suite in SUITES}
-    for number in range(NODES_PER_SHAPE):
+    for number in range(n_nodes):
         case = healthy_case(rng, shape)
         facts = {name: draw(rng, shape) for name, draw in DRAWERS.items()}
         suite = SUITES[number % len(SUITES)]

@@ -243,7 +243,7 @@ class SlotCopier:
         self.plan = plan
         self._slots = tuple(slots)
         self._views: list[tuple[torch.Tensor, ...] | None] = [None] * len(self._slots)
-        self._pinned: list[_PinnedBuffer] = []
+        self._pinned: list[PinnedBuffer] = []
         self._stream: Any = None
         self._warn = warn
 
@@ -280,7 +280,7 @@ class SlotCopier:
             memory = self._slots[slot]
             memory.populate()
             if self.plan.device is not None:
-                self._pinned.append(_PinnedBuffer(memory, self.plan.device, self._warn))
+                self._pinned.append(PinnedBuffer(memory, self.plan.device, self._warn))
             views = self._views[slot] = views_of(memory.view, self.plan.layout, self.plan.names)
         return views
 
@@ -318,8 +318,11 @@ class SlotCopier:
         return PendingCopy(done, device, [tensors[i] for i in (*optimizer_owned, *others)])
 
 
-class _PinnedBuffer:
-    """Memory registered with CUDA, so that a device copies into it asynchronously."""
+class PinnedBuffer:
+    """Memory registered with CUDA, so that a device copies into it asynchronously.
+
+    Where it cannot be registered, *warn* gets the reason; copies still work, and block.
+    """
 
     def __init__(
         self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
@@ -332,7 +335,7 @@ class _PinnedBuffer:
         if not self._is_pinned:
             _clear_cuda_error(device)
             warn(
-                f"the {memory.nbytes} bytes of a slot cannot be pinned (cudaHostRegister returned "
+                f"{memory.nbytes} bytes of memory cannot be pinned (cudaHostRegister returned "
                 f"{code}; is `ulimit -l` too small?): copies from the device are slower and block"
             )
 

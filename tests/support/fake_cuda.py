@@ -39,12 +39,19 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """What `torch.cuda.cudart` returns: pins nothing, says that it did."""
+    """What `torch.cuda.cudart` returns: pins nothing, and returns *code* as if it had tried."""
 
-    def cudaHostRegister(self, _address, _nbytes, _flags):  # noqa: N802 as CUDA calls it
-        return 0
+    def __init__(self):
+        self.code = 0
+        self.registered = set()
 
-    def cudaHostUnregister(self, _address):  # noqa: N802 as CUDA calls it
+    def cudaHostRegister(self, address, _nbytes, _flags):  # noqa: N802 as CUDA calls it
+        if self.code == 0:
+            self.registered.add(address)
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802 as CUDA calls it
+        self.registered.remove(address)
         return 0
 
 
@@ -54,12 +61,13 @@ class FakeCuda:
     def __init__(self, monkeypatch):
         self.computing = self._current = FakeStream()
         self.works = []
+        self.runtime = FakeRuntime()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: self._current)
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
         monkeypatch.setattr(torch.cuda, "stream", self._stream)
         monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         copy = torch._foreach_copy_
 
         def recorded(targets, sources, **options):

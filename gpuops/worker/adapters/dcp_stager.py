@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError
+from gpuops.worker.staging import PinnedBuffer
 
 _ALIGN_BYTES = 64
 _POLL_S = 0.002
@@ -26,12 +27,17 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _StagingBuffer:
     memory: SharedBuffer
-    is_pinned: bool = False
+    pinned: PinnedBuffer | None = None
     in_use: "weakref.ref[memoryview] | None" = None
 
     @property
     def is_free(self) -> bool:
         return self.in_use is None or self.in_use() is None
+
+    def close(self) -> None:
+        if self.pinned is not None:
+            self.pinned.release()
+        self.memory.close()
 
 
 class GpuopsStager(AsyncStager):
@@ -77,7 +83,10 @@ class GpuopsStager(AsyncStager):
         for key, source in sources.items():
             offsets[key] = end
             end += -(-source.numel() * source.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
-        slot = self._take(max(end, 1), any(source.is_cuda for source in sources.values()))
+        slot = self._take(max(end, 1))
+        device = next((source.device for source in sources.values() if source.is_cuda), None)
+        if device is not None and slot.pinned is None:
+            slot.pinned = PinnedBuffer(slot.memory, device, _log.warning)
         view = memoryview(slot.memory.view)
         slot.in_use = weakref.ref(view)
         whole = torch.frombuffer(view, dtype=torch.uint8)
@@ -93,11 +102,10 @@ class GpuopsStager(AsyncStager):
     def close(self) -> None:
         """Release the memory; buffers in use are released by their last user."""
         for slot in self._slots:
-            _unpin(slot)
-            slot.memory.close()
+            slot.close()
         self._slots.clear()
 
-    def _take(self, nbytes: int, from_device: bool) -> _StagingBuffer:
+    def _take(self, nbytes: int) -> _StagingBuffer:
         slot = self._free_slot(nbytes)
         if slot is None:
             self.n_waits += 1
@@ -113,8 +121,6 @@ class GpuopsStager(AsyncStager):
                     self._n_slots += 1
                     continue
                 self._wait(_POLL_S)
-        if from_device and not slot.is_pinned:
-            _pin(slot)
         return slot
 
     def _free_slot(self, nbytes: int) -> _StagingBuffer | None:
@@ -123,8 +129,7 @@ class GpuopsStager(AsyncStager):
         if fitting:
             return min(fitting, key=lambda slot: slot.memory.nbytes)
         for slot in free:  # too small now
-            _unpin(slot)
-            slot.memory.close()
+            slot.close()
             self._slots.remove(slot)
         if len(self._slots) >= self._n_slots:
             return None
@@ -194,18 +199,3 @@ def _rebuilt(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
     if type(value) is tuple:
         return tuple(_rebuilt(item, made) for item in value)
     return copy.deepcopy(value)
-
-
-def _pin(slot: _StagingBuffer) -> None:
-    """Register the memory with CUDA, so that a device copies into it asynchronously."""
-    address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
-    runtime: Any = torch.cuda.cudart()
-    slot.is_pinned = int(runtime.cudaHostRegister(address, slot.memory.nbytes, 0)) == 0
-
-
-def _unpin(slot: _StagingBuffer) -> None:
-    if slot.is_pinned:
-        address = torch.frombuffer(slot.memory.view, dtype=torch.uint8).data_ptr()
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(address)
-        slot.is_pinned = False

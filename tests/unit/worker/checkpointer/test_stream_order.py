@@ -9,7 +9,7 @@ from support.fake_cuda import FakeCuda
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.staging import SlotCopier, StateCapturer
+from gpuops.worker.staging import PinnedBuffer, SlotCopier, StateCapturer
 
 WEIGHT, AVERAGE = torch.arange(9.0), torch.arange(5.0)
 
@@ -73,3 +73,28 @@ def test_a_copy_is_done_when_each_part_of_it_is(cuda, copier, overlap):
     pending = copier(overlap=overlap)
 
     assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= pending.event.known
+
+
+def test_memory_that_cannot_be_pinned_is_reported_and_leaves_no_error_behind(cuda, monkeypatch):
+    warnings, launched = [], []
+    zeros = torch.zeros
+    monkeypatch.setattr(
+        torch, "zeros", lambda *args, **kw: launched.append(kw) or zeros(*args, **kw)
+    )
+    cuda.runtime.code = 2
+    with SharedBuffer.create("test", 4096) as memory:
+        pinned = PinnedBuffer(memory, torch.device("cpu"), warnings.append)
+        pinned.release()  # unregisters nothing
+
+    assert ["4096 bytes" in text and "returned 2" in text for text in warnings] == [True]
+    assert launched  # a kernel takes the error: the next one of the training would raise it
+
+
+def test_pinned_memory_is_released_once(cuda):
+    with SharedBuffer.create("test", 4096) as memory:
+        pinned = PinnedBuffer(memory, torch.device("cpu"), pytest.fail)
+        assert len(cuda.runtime.registered) == 1
+        pinned.release()
+        pinned.release()
+
+    assert cuda.runtime.registered == set()

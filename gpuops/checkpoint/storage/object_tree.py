@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -352,10 +353,8 @@ class ObjectTree:
         """
         if self._info(key) is None:
             return
-        try:
+        with suppress(FileNotFoundError):
             self._call("remove", key, lambda: self._fs.rm_file(self._path(key)))
-        except FileNotFoundError:
-            return
 
     def remove_all(self, folder: str) -> None:
         """Remove everything below *folder*.
@@ -363,10 +362,8 @@ class ObjectTree:
         Raises:
             CheckpointError: It cannot be removed.
         """
-        try:
+        with suppress(FileNotFoundError):
             self._call("remove", folder, lambda: self._fs.rm(self._path(folder), recursive=True))
-        except FileNotFoundError:
-            return
 
     def remove_empty(self, folder: str) -> None:
         """Remove *folder* where the store has folders and nothing is in it."""

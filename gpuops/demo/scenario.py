@@ -6,10 +6,11 @@ spool are in the demo's folder: the user's are neither read nor written.
 
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from gpuops.host.process.command import module_command
 
 WORLD_SIZE = 2
 INJECTOR_TIMEOUT_S = 120
@@ -42,6 +43,8 @@ def demo_environment(env: Mapping[str, str], folder: Path) -> dict[str, str]:
         "GPUOPS_SPOOL": str(folder / "spool"),
         "GPUOPS_STATE": str(folder / "state"),
         "GPUOPS_RUN_DIR": str(folder / "runs"),
+        # The ranks, too, import nothing from the folder in which the demo is started.
+        "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
     }
 
@@ -94,13 +97,13 @@ def run_demo(
 
 def _gpuops(args: list[str], env: Mapping[str, str], print_line: Callable[[str], None]) -> int:
     print_line(f"$ gpuops {' '.join(args)}")
-    return subprocess.run([sys.executable, "-m", "gpuops", *args], env=env, check=False).returncode
+    return subprocess.run(module_command("gpuops", *args), env=env, check=False).returncode
 
 
 def _start_injector(
     plan: DemoPlan, runs: Path, env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-m", "gpuops.drill.processes", "--run-dir", str(runs)]
+    argv = [*module_command("gpuops.drill.processes"), "--run-dir", str(runs)]
     argv += ["--rank", str(plan.victim_rank), "--at-step", str(plan.kill_at_step)]
     argv += ["--deadline", str(INJECTOR_TIMEOUT_S)]
     return subprocess.Popen(argv, env=env)

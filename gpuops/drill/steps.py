@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 from gpuops.config.resolve import environ
 from gpuops.drill.find import Victim, send
 from gpuops.errors import DrillError, ProbeError
-from gpuops.host.process.command import ask, find
+from gpuops.host.process.command import ask, find, module_command
 from gpuops.host.process.sidecar import start_sidecar
 
 COMMAND_TIMEOUT_S = 10.0
@@ -172,7 +171,7 @@ def _grow(fd: int, size_bytes: int) -> None:
 
 
 def _take_memory(step: TakeMemory) -> Release:
-    argv = [sys.executable, "-m", "gpuops.drill.machine", str(step.size_bytes)]
+    argv = module_command("gpuops.drill.machine", str(step.size_bytes))
     try:
         hog = start_sidecar(argv, environ())
     except OSError as exc:

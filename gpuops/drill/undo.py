@@ -20,6 +20,7 @@ from gpuops.drill.find import has_ended
 from gpuops.drill.steps import SendSignal, Step, from_json, perform, to_json
 from gpuops.errors import DrillError
 from gpuops.host.clock import Clock
+from gpuops.host.process.command import module_command
 from gpuops.host.process.sidecar import Sidecar, start_sidecar
 from gpuops.model import Event, Json, Severity
 from gpuops.store.events import new_event
@@ -100,7 +101,7 @@ class UndoProcess:
     """
 
     def __init__(self, limit_s: float) -> None:
-        argv = [sys.executable, "-m", "gpuops.drill.undo", str(limit_s)]
+        argv = module_command("gpuops.drill.undo", str(limit_s))
         try:
             self._sidecar: Sidecar = start_sidecar(argv, environ())
         except OSError as exc:

@@ -7,7 +7,6 @@ a file that hangs or cannot be written costs no verdict either.
 """
 
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, Repair, boot_id
 from gpuops.host.process import probe
-from gpuops.host.process.command import spawn_detached
+from gpuops.host.process.command import module_command, spawn_detached
 from gpuops.host.process.inspect import process_state
 from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import to_json
@@ -228,8 +227,7 @@ def start_detached_gpuops(options: RecordOptions, *words: str) -> None:
         OSError: It cannot be started.
     """
     config = ["--config", str(options.config_file)] if options.config_file else []
-    # -P: as root, never import from the directory in which the job happens to be.
-    spawn_detached([sys.executable, "-P", "-m", "gpuops", *config, *words], options.environ)
+    spawn_detached(module_command("gpuops", *config, *words), options.environ)
 
 
 def changed_incidents(

@@ -7,13 +7,13 @@ If it fails, gpuops' decision stands and a note says why.
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gpuops.errors import EXIT_DO_NOT_REQUEUE, EXIT_FAIL, EXIT_REQUEUE
+from gpuops.host.process.command import module_command
 from gpuops.host.process.run_with_deadline import ProgramAnswer, run_with_deadline
 from gpuops.incident import budget, fields
 from gpuops.incident.decision import (
@@ -144,8 +144,8 @@ def _check(action: RunAction, exclude: Mapping[str, str], cluster: ClusterState)
         raise ValueError("it restarts with fewer nodes than the run needs")
 
 
-def _command(plugin: str) -> list[str]:
-    return [sys.executable, "-m", "gpuops.incident.override_child", plugin]
+def _command(plugin: str) -> tuple[str, ...]:
+    return module_command("gpuops.incident.override_child", plugin)
 
 
 def _encode(question: Mapping[str, Any]) -> bytes:

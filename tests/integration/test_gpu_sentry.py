@@ -22,8 +22,9 @@ from gpuops.agent.monitors.gpu import (
     xid_catalogue,
 )
 from gpuops.host.clock import SystemClock
+from gpuops.host.process.command import module_command
 from gpuops.host.process.inspect import descendants
-from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.process.watcher import WatchingChild
 from gpuops.host.xid_watch import XidSource
 from gpuops.incident.suspicion import SuspicionLevel
 from gpuops.model import Entity, EntityKind, FailureClass

@@ -91,6 +91,30 @@ def test_only_the_host_starts_processes():
     assert starts == []
 
 
+def starts_python(node):
+    """Whether the display *node* begins with this interpreter."""
+    return bool(node.elts) and ast.unparse(node.elts[0]) == "sys.executable"
+
+
+def test_what_is_started_with_python_m_imports_nothing_from_its_folder():
+    by_the_user = "[sys.executable, *sys.orig_argv[1:]]"  # the same words once more
+    unsafe = [
+        f"{name(path)}:{node.lineno}"
+        for path in MODULES
+        for node in nodes(path, ast.List, ast.Tuple)
+        if starts_python(node)
+        and not ast.unparse(node).replace("(", "[").startswith("[sys.executable, '-P', '-m', ")
+        and ast.unparse(node) != by_the_user
+    ]
+    scripts = [path for path in (ROOT / "slurm").rglob("*") if path.is_file()]
+    unsafe += [
+        name(path) for path in scripts if re.search(r"python\S* (?!-P)-m gpuops", path.read_text())
+    ]
+
+    assert unsafe == []
+    assert len(scripts) >= 4
+
+
 def test_no_process_is_started_through_a_shell():
     words = ("shell=True", "os.system(")
 

@@ -21,7 +21,8 @@ from gpuops.checks.core.xid_catalogue import XidKind, load_xids
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import GpuName
-from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.process.command import module_command
+from gpuops.host.process.watcher import WatchingChild
 from gpuops.host.trust import check_folders, current_uid
 from gpuops.host.xid_watch import XidEvent, XidSource, XidSourceEnded, parse_message
 from gpuops.incident.kernel import JobXidFilter

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from gpuops.host.clock import Clock
-from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.process.command import module_command
+from gpuops.host.process.watcher import WatchingChild
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 from gpuops.units import format_bytes

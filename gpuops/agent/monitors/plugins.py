@@ -16,7 +16,8 @@ from importlib.metadata import entry_points
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.plugin_process import GROUP
-from gpuops.host.process.watcher import WatchingChild, module_command
+from gpuops.host.process.command import module_command
+from gpuops.host.process.watcher import WatchingChild
 from gpuops.incident.decision import TEXT_CHARS_MAX
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side

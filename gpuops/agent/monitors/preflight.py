@@ -14,7 +14,6 @@ it would stop a training that torchrun would have started.
 import json
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from gpuops.agent.elastic.rendezvous import Preflight
 from gpuops.agent.monitors.gpu_memory import GpuMemoryGate
 from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.host.clock import Clock
-from gpuops.host.process.command import CommandEnd, run_bounded
+from gpuops.host.process.command import CommandEnd, module_command, run_bounded
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side, Status, UnknownReason
 from gpuops.scrub import scrub
@@ -199,7 +198,7 @@ class PreflightPlan:
     gpus: Collection[str] = ()
     suite: str = "preflight"
 
-    command: Sequence[str] = (sys.executable, "-P", "-m", "gpuops")
+    command: Sequence[str] = module_command("gpuops")
 
     def argv(self) -> list[str]:
         """Return the command line; the check gives up before its own deadline."""

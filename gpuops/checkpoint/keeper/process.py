@@ -8,7 +8,6 @@ whole machine, observer included, a keeper must not look stuck.
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from gpuops.checkpoint.keeper.messages import HelloReply
 from gpuops.checkpoint.keeper.serve import LEASE_S
 from gpuops.checkpoint.types import KeeperError
 from gpuops.config.resolve import environ
+from gpuops.host.process.command import module_command
 from gpuops.host.process.sidecar import start_sidecar
 from gpuops.host.trust import why_not_ours
 
@@ -254,8 +254,7 @@ def _start_new(
 
 def _start(folder: Path, lease_s: float, node: str, end_s: float) -> tuple[str, int]:
     """Start a keeper; return its first line, "" after a timeout, and its pid."""
-    # -P: never import from the working directory of the job.
-    argv = [sys.executable, "-P", "-m", "gpuops.checkpoint.keeper.serve", "--folder", str(folder)]
+    argv = [*module_command("gpuops.checkpoint.keeper.serve"), "--folder", str(folder)]
     argv += ["--lease", f"{lease_s:g}"]
     argv += ["--node", node] if node else []
     try:

@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.client_connection import OtherRunError, format_address, listen_address
 from gpuops.control.tcp.server import LEASE_S, RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
+from gpuops.host.process.command import module_command
 from gpuops.host.process.sidecar import start_sidecar
 
 START_TIMEOUT_S = 20.0
@@ -95,8 +95,7 @@ def start_server(
         address = listen_address(host)
     except OSError as exc:
         raise ControlStoreError(f"cannot start the control store's server: {exc}") from exc
-    # -P: never import from the directory in which the job happens to be.
-    argv = [sys.executable, "-P", "-m", "gpuops.control.tcp.serve", "--host", address]
+    argv = [*module_command("gpuops.control.tcp.serve"), "--host", address]
     argv += [
         "--port",
         str(port),

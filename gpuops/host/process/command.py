@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,15 @@ class CommandEnd:
     output: bytes = b""
     errors: bytes = b""
     seconds: float = 0.0
+
+
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs *module* of gpuops; nothing is imported from its folder.
+
+    Without ``-P``, Python imports from the working directory first: whoever may write there would
+    run code as whoever calls gpuops.
+    """
+    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def run_bounded(

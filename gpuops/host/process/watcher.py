@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,6 @@ BACK_OFF_S = 1.0
 BACK_OFF_MAX_S = 60.0
 # A child inside the kernel does not end on SIGKILL; it is not waited for longer.
 KILLED_S = 0.5
-
-
-def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs *module* of gpuops, which the job's folder must not shadow."""
-    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 class WatchingChild:

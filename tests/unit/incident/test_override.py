@@ -218,3 +218,13 @@ def test_environment_is_that_of_the_caller(tmp_path):
 
     assert "eleven" in asked(tmp_path, body, env={"SITE": "eleven"}).decision.reason
     assert "SITE" not in environ()
+
+
+def test_a_plug_in_in_the_runs_folder_is_found_and_no_other_module_there(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(tmp_path)
+
+    answered = asked(tmp_path, "return {'reason': 'found'}", plugin="policy:decide")
+
+    assert answered.note == "the site's decision policy:decide replaces restart"
+    assert "found" in answered.decision.reason

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gpuops.checks.core.check import ProbeContext
 from gpuops.checks.core.probes import ProbeResult, ProfileChooser, collect
-from gpuops.checks.core.profile import Profile
+from gpuops.checks.core.profile import NumberExpectation, Profile
 from gpuops.checks.core.profile_files import fits, load_profiles, profile_for
 from gpuops.checks.core.recording import Recording
 from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, judge, run_suite
@@ -146,6 +146,13 @@ class CheckRequest:
     def purpose(self) -> StateUpdate:
         return StateUpdate(trigger=self.trigger, job_id=self.job_id)
 
+    @property
+    def gpus_required(self) -> NumberExpectation | None:
+        """Return ``gpus_expected`` with its origin; suites without `gpu_count` need it too."""
+        if self.gpus_expected is None:
+            return None
+        return NumberExpectation(value=self.gpus_expected, source=self.gpus_expected_origin)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPlan:
@@ -230,12 +237,15 @@ def run_context(
 ) -> RunContext:
     """Return what *plan* is judged by, given the node's state at *moment*."""
     request = plan.request
-    context = judge_context_for(
-        stored.state,
-        node=Entity(EntityKind.NODE, request.node),
-        moment=moment,
-        purpose=request.purpose,
-        gpus=request.gpus,
+    context = replace(
+        judge_context_for(
+            stored.state,
+            node=Entity(EntityKind.NODE, request.node),
+            moment=moment,
+            purpose=request.purpose,
+            gpus=request.gpus,
+        ),
+        gpus_expected=request.gpus_required or plan.suite.gpus_expected,
     )
     silence = partial(apply_silences, silences=plan.silences, node=request.node, now_us=moment.t_us)
     return RunContext(context, selector.chooser(), silence, on_finding)

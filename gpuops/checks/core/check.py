@@ -42,7 +42,8 @@ class JudgeContext:
     """What a judge knows besides the facts and its limits.
 
     ``gpus``: the GPUs to judge, each by UUID, index, PCI address or Slurm's number
-    (`gpuops.checks.gpu.gpus.selected`); None: all.
+    (`gpuops.checks.gpu.gpus.selected`); None: all. ``gpus_expected``: how many the node must have,
+    by flag, environment, configuration or suite; None: none of them says.
     ``hangs``: calls into the GPU driver that got no answer in this boot, since it last answered.
     ``persistence``: the GPUs' persistence mode when NVML last answered. ``repairs``: acknowledged
     repairs of this node; ``strikes``: those of this node and its parts. ``boot_us``: when this
@@ -53,6 +54,7 @@ class JudgeContext:
     profile: Profile = NO_PROFILE
     counters: Counters = field(default_factory=Counters)
     gpus: frozenset[str] | None = None
+    gpus_expected: NumberExpectation | None = None
     hangs: tuple[DriverHang, ...] = ()
     persistence: bool | None = None
     repairs: tuple[Repair, ...] = ()

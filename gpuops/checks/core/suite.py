@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuops.checks import NAMES, check_named, is_check
 from gpuops.checks.core.check import AnyCheck, check_units
+from gpuops.checks.core.profile import NumberExpectation
 from gpuops.config.resolve import (
     ErrorHandler,
     raise_error,
@@ -94,6 +95,16 @@ class Suite:
             for item in self.planned
         )
         return replace(self, planned=planned)
+
+    @property
+    def gpus_expected(self) -> NumberExpectation | None:
+        """Return how many GPUs a node must have, if the suite's `gpu_count` says so."""
+        for item in self.planned:
+            if item.check.name == "gpu_count" and item.parameters.expected is not None:
+                return NumberExpectation(
+                    value=item.parameters.expected, source=item.parameters.source
+                )
+        return None
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, JudgeContext
+from gpuops.checks.core.profile import NumberExpectation
 from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, finding, not_found, unanswered
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlStatus
 from gpuops.model import FailureClass, Finding, Status
+from gpuops.slurm.env import NUMBERED
 
 _NAME = "gpu_count"
 
@@ -17,8 +19,8 @@ class Parameters:
 
     Only a configured expectation can fail a node. One inferred from the bus warns: inside a
     container or a job's cgroup NVML rightly shows fewer. GPUs that Slurm assigned are an
-    expectation if NVML lists none at all. ``inside_job``: the suite runs there, so that a GPU that
-    the bus shows and NVML does not is at most a warning.
+    expectation if NVML lists none at all (`gpus_expected`). ``inside_job``: the suite runs there,
+    so that a GPU that the bus shows and NVML does not is at most a warning.
     """
 
     expected: int | None = None
@@ -30,6 +32,27 @@ class Parameters:
 class _Expected:
     count: int | None
     source: str
+
+
+def gpus_expected(facts: Gpus, context: JudgeContext) -> NumberExpectation | None:
+    """Return how many GPUs this node must have, and who says so; None if nobody does.
+
+    The first of: flag, environment, configuration or suite; the profile; the GPUs that a job was
+    given. The last says little where there is no NVIDIA library: Slurm counts the GPUs of all
+    makers, so then its numbers only count where the bus shows NVIDIA's.
+    """
+    profiled = context.profile.gpu_count
+    if context.gpus_expected is not None:
+        return context.gpus_expected
+    if profiled is not None:
+        source = f"profile {context.profile.name}: {profiled.source}"
+        return replace(profiled, source=source)
+    by_slurm = any(name.startswith(NUMBERED) for name in context.gpus or ())
+    is_nvidia = facts.nvml.status is not NvmlStatus.ABSENT or (by_slurm and bool(facts.pci))
+    if context.gpus and is_nvidia:
+        source = "the selected GPUs (--gpus, SLURM_JOB_GPUS)"
+        return NumberExpectation(value=len(context.gpus), source=source)
+    return None
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
@@ -51,12 +74,11 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
 def _expectation(parameters: Parameters, facts: Gpus, context: JudgeContext) -> _Expected:
     if parameters.expected is not None:
         return _Expected(parameters.expected, parameters.source)
-    profiled = context.profile.gpu_count
-    if profiled is not None:
-        return _Expected(int(profiled.value), f"profile {context.profile.name}: {profiled.source}")
-    if context.gpus and facts.nvml.status is NvmlStatus.OK and not facts.nvml.gpus:
-        # Single names may be MIG's, so that only the absence of all GPUs is certain.
-        return _Expected(len(context.gpus), "the selected GPUs (--gpus, SLURM_JOB_GPUS)")
+    expected = gpus_expected(facts, context)
+    configured = context.gpus_expected or context.profile.gpu_count
+    # Single names may be MIG's, so that only the absence of all GPUs is certain.
+    if expected is not None and (configured or not facts.nvml.gpus):
+        return _Expected(int(expected.value), expected.source)
     return _Expected(None, "PCI bus")
 
 

@@ -1,6 +1,8 @@
 """Does the GPU driver respond, as a whole and for each GPU?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
+from gpuops.checks.core.profile import NumberExpectation
+from gpuops.checks.gpu.gpu_count import gpus_expected
 from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, entity_of, finding
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
@@ -46,15 +48,14 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
         return [finding(_NAME, context.node, _summary(nvml))]
     if nvml.status is NvmlStatus.CRASH:
         return [finding(_NAME, context.node, _crashed(nvml))]
-    expected = context.profile.gpu_count
-    is_expected = expected is not None and expected.value > 0
-    is_unexpected = not is_expected and (expected is not None or not facts.pci)
+    expected = gpus_expected(facts, context)
+    is_unexpected = not facts.pci if expected is None else not expected.value
     if is_unexpected and nvml.error_code not in _NO_ACCESS:
         text = f"no GPU is expected here; {nvml.error}"
         return [
             finding(_NAME, context.node, GpuVerdict(status=Status.SKIP, message=text, source=None))
         ]
-    return [finding(_NAME, context.node, _refused(facts, is_expected=is_expected))]
+    return [finding(_NAME, context.node, _refused(facts, expected))]
 
 
 def _summary(nvml: NvmlSnapshot) -> GpuVerdict:
@@ -76,13 +77,14 @@ def _crashed(nvml: NvmlSnapshot) -> GpuVerdict:
     )
 
 
-def _refused(facts: Gpus, *, is_expected: bool) -> GpuVerdict:
+def _refused(facts: Gpus, expected: NumberExpectation | None) -> GpuVerdict:
     """Return the verdict if NVML does not start.
 
     The loaded module itself reports that the library does not match, or that a GPU is lost or must
-    be reset. Only the profile can say that there must be a driver: the GPUs may belong to a virtual
-    machine.
+    be reset. Apart from that there must be a driver only where GPUs are *expected*: those on the
+    bus may belong to a virtual machine.
     """
+    is_expected = expected is not None and expected.value > 0
     nvml, code = facts.nvml, facts.nvml.error_code
     on_bus = f"{len(facts.pci)} GPUs on the PCI bus"
     if nvml.status is NvmlStatus.ABSENT:
@@ -98,6 +100,8 @@ def _refused(facts: Gpus, *, is_expected: bool) -> GpuVerdict:
         return GpuVerdict(
             status=Status.UNKNOWN, message=text, unknown_reason=UnknownReason.NO_PERMISSION
         )
+    if expected is not None and is_expected:
+        text += f"; expected: {expected.value:g} GPUs ({expected.source})"
     loaded = any(gpu.driver == "nvidia" for gpu in facts.pci)
     return GpuVerdict(
         status=Status.FAIL if is_expected or (code in _FAULTS and loaded) else Status.WARN,

@@ -123,6 +123,9 @@ def test_gpus_that_slurm_hands_out_are_missing_where_nvml_lists_none_at_all(list
     assert findings(node(*gpus(listed), on_bus=2), case=case)[0][1] == status
     assert findings(node(), case=case)[0][1] == "fail"
     assert findings(silent(**ABSENT), case=case)[0][1] == "unknown"
+    by_slurm = replace(CASE, gpus=frozenset({"slurm:0", "slurm:1"}))
+    assert findings(silent(**ABSENT), case=by_slurm)[0][1] == "fail"
+    assert findings(node(**ABSENT), case=by_slurm)[0][1] == "skip"
 
 
 def test_gpus_asked_for_by_name_that_are_not_listed_warn():

@@ -83,6 +83,36 @@ def test_a_machine_that_needs_no_gpus_needs_no_driver():
         assert verdict(nvml, on_bus=8, case=NONE) == ("skip", None)
 
 
+def given(*names, expected=None):
+    number = None if expected is None else NumberExpectation(value=expected, source="flag")
+    return replace(CASE, gpus=frozenset(names) or None, gpus_expected=number)
+
+
+@pytest.mark.parametrize("case", [given(expected=8), given("slurm:0", "slurm:1"), given("0")])
+def test_an_nvml_that_does_not_start_fails_where_gpus_are_asked_for(case):
+    for on_bus in (0, 8):
+        (finding,) = findings(refused(9), on_bus=on_bus, case=case, driver=None)
+
+        assert said([finding]) == [("n1", "fail", "gpu_sw.driver")]
+        assert f"expected: {len(case.gpus) if case.gpus else 8} GPUs (" in finding.message
+    assert verdict(refused(4), case=case) == ("unknown", "no_permission")
+
+
+def test_without_the_library_what_slurm_gave_counts_where_the_bus_shows_nvidia_gpus():
+    """Slurm numbers the GPUs of other makers too, and a container may lack the library."""
+    assert verdict(ABSENT, case=given("slurm:0")) == ("fail", "gpu_sw.driver")
+    assert verdict(ABSENT, on_bus=0, case=given("slurm:0")) == ("skip", None)
+    assert verdict(ABSENT, case=given("0")) == ("unknown", "missing_tool")
+    assert verdict(ABSENT, on_bus=0, case=given(expected=8)) == ("fail", "gpu_sw.driver")
+
+
+def test_a_flag_that_expects_no_gpu_goes_before_slurm_and_profile():
+    none = given("slurm:0", expected=0)
+
+    for case in (none, replace(none, profile=EIGHT.profile)):
+        assert verdict(refused(9), case=case) == ("skip", None)
+
+
 def test_a_missing_library_fails_only_where_the_profile_expects_gpus():
     assert verdict(ABSENT) == ("unknown", "missing_tool")
     assert verdict(ABSENT, case=EIGHT) == ("fail", "gpu_sw.driver")

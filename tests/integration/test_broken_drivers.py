@@ -1,0 +1,82 @@
+"""``gpuops check`` over NVIDIA drivers that are broken, each in its own way."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support import mock_nvml
+from support.command import gpuops
+from support.fake_root import FakeRoot
+from support.mock_nvml import addresses, shape
+
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0-7"}
+
+
+@pytest.fixture(scope="module")
+def mock(tmp_path_factory):
+    return mock_nvml.build(tmp_path_factory.mktemp("nvml"))
+
+
+@dataclass
+class Node:
+    """A node of eight GPUs on its bus, and `gpuops check` on it."""
+
+    home: Path
+    mock: object
+
+    def __post_init__(self):
+        root = FakeRoot(self.home / "root")
+        for address in addresses(8):
+            root.gpu(address)
+
+    def check(self, scenario, *args, only="gpu_*", **env):
+        """Return the exit code and the findings that are neither pass nor skip."""
+        done = gpuops(
+            "check", "--suite", "prolog", "--only", only, "--json", *args,
+            env={
+                "GPUOPS_ROOT": str(self.home / "root"),
+                "GPUOPS_STATE": str(self.home / "state"),
+                "GPUOPS_SPOOL": str(self.home / "spool"),
+                "GPUOPS_STORE": f"sqlite:///{self.home}/store.db",
+                "SLURMD_NODENAME": "n1",
+                **self.mock.env(scenario),
+                **env,
+            },
+        )  # fmt: skip
+        findings = json.loads(done.stdout)["findings"]
+        return done.returncode, [x for x in findings if x["status"] not in {"pass", "skip"}]
+
+
+@pytest.fixture
+def node(tmp_path, mock):
+    return Node(tmp_path, mock)
+
+
+def told(findings):
+    return [(item["check"], item["status"], item["entity"]["id"]) for item in findings]
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "source"),
+    [
+        (("--gpus-expected", "8"), {}, "flag"),
+        ((), {"GPUOPS_GPUS_EXPECTED": "8"}, "environment GPUOPS_GPUS_EXPECTED"),
+        (("--trigger", "prolog"), SLURM, "the selected GPUs (--gpus, SLURM_JOB_GPUS)"),
+    ],
+    ids=["flag", "environment", "Slurm"],
+)
+def test_a_driver_that_is_not_loaded_fails_where_gpus_are_expected(node, args, env, source):
+    code, findings = node.check("init 9", *args, only="gpu_driver", **env)
+
+    assert (code, told(findings)) == (1, [("gpu_driver", "fail", "n1")])
+    assert findings[0]["message"].endswith(
+        "the kernel module nvidia is not loaded; 8 GPUs on the PCI bus;"
+        f" expected: 8 GPUs ({source})"
+    )
+
+
+def test_healthy_gpus_that_a_job_was_given_pass(node):
+    assert node.check(shape("h100"), "--trigger", "prolog", **SLURM) == (0, [])

@@ -8,7 +8,7 @@ import pytest
 from support import mock_nvml
 from support.command import gpuops
 from support.fake_root import FakeRoot
-from support.mock_nvml import addresses, shape
+from support.mock_nvml import UUIDS, addresses, shape
 
 pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 
@@ -80,3 +80,31 @@ def test_a_driver_that_is_not_loaded_fails_where_gpus_are_expected(node, args, e
 
 def test_healthy_gpus_that_a_job_was_given_pass(node):
     assert node.check(shape("h100"), "--trigger", "prolog", **SLURM) == (0, [])
+
+
+# Members of structures, numbers and fields that are "not available": all bits set.
+KEYS = (
+    *("sram_aggregate_parity", "sram_volatile_secded", "sram_threshold_exceeded"),
+    *("remapped_pending", "remapped_failure", "remapped_uncorrectable", "fabric_health_mask"),
+    *("memory_bytes", "used_bytes", "pcie_width", "temperature_c", "memory_temperature_c"),
+    *("power_limit_mw", "max_power_limit_mw", "ecc", "mig", "persistence", "nvlink_state"),
+    *("sm_max_mhz", "ecc_volatile_uncorrected", "recovery_action", "utilization_percent"),
+)
+ODD = {
+    1: dict.fromkeys(KEYS, -1),
+    2: {"temperature_c": 1000, "pcie_width": 77, "ecc_volatile_uncorrected": 2**62},
+    3: {"uuid": "GPU-\udcff\udcfe"},
+    4: {"pcie_width": 0, "memory_bytes": 0, "power_limit_mw": 0},
+}
+
+
+def test_odd_numbers_of_some_gpus_fail_no_node_and_warn_about_those_that_gave_garbage(node):
+    odd = shape("h100", per_gpu=ODD)
+    code, findings = node.check(odd, "--gpus-expected", "8", "--only", "nvlink*")
+
+    assert code == 0
+    assert told(findings) == [
+        ("gpu_lost", "warn", UUIDS[2]),
+        ("gpu_lost", "warn", f"PCI:{addresses(8)[3]}"),
+    ]
+    assert "1000 °C is not plausible" in findings[0]["message"]

@@ -12,7 +12,7 @@ from support.mock_nvml import UUIDS, addresses, shape
 from support.runs import wait_until
 
 from gpuops.host.nvml.calls import GROUPS
-from gpuops.host.nvml.facts import NvmlSnapshot
+from gpuops.host.nvml.facts import UNREADABLE, NvmlSnapshot
 from gpuops.host.records import from_json
 
 pytestmark = pytest.mark.cc
@@ -605,10 +605,94 @@ def test_the_mock_changes_at_the_nth_call_and_when_its_scenario_does(mock):
     assert python(mock, scenario, CHANGES) == "40 50 50\n99\n"
 
 
-def test_a_number_that_nvml_says_is_not_available_is_no_number(ask):
-    (gpu,) = ask(shape("h100", 1, ecc_volatile_uncorrected=2**32 - 1, pcie_width=-1)).gpus
+# What tells of nothing that can be counted or measured.
+NO_NUMBERS = {
+    *("driver", "serial", "vbios", "clock_reasons", "has_page_retirement"),
+    "nvlink_count",
+}
 
-    assert gpu.ecc.volatile_uncorrected is None
-    assert gpu.pcie.width is None
-    assert gpu.ecc.aggregate_uncorrected == 0
+
+def numbers(record):
+    """Return all numbers in *record*, of its parts too, but who it is."""
+    if isinstance(record, tuple):
+        return [number for item in record for number in numbers(item)]
+    if not hasattr(record, "__slots__"):
+        return [record] if isinstance(record, int | float) else []
+    names = set(record.__slots__) - {"index", "minor", "link", "pid", "inforom_valid", "code"}
+    return [number for name in names for number in numbers(getattr(record, name))]
+
+
+def test_all_ones_in_any_member_are_no_number(ask):
+    """-1 is NVML's value for "not available", in the width of the member."""
+    keys = dict.fromkeys({key.partition(":")[0] for key in VALUES} - NO_NUMBERS, -1)
+    # A temperature's margin may be -1.
+    margins = dict.fromkeys(("margin_c", "slowdown_tlimit_c", "shutdown_tlimit_c"), "-")
+    changed = {1: {**keys, **margins, "has_page_retirement": 1, "clock_reasons": "-"}}
+    well, gpu = ask(shape("h100", 2, per_gpu=changed) + "\nprocess 1 4242 -1").gpus
+
+    assert (well.errors, well.ecc.aggregate_uncorrected, well.pcie.width) == ((), 0, 16)
+    assert (gpu.errors, gpu.error) == ((), None)
+    assert numbers(gpu) == []
+    assert (gpu.uuid, len(gpu.nvlinks), len(gpu.processes)) == (UUIDS[1], 18, 1)
+    assert {link.active for link in gpu.nvlinks} == {None}
+    assert (gpu.memory, gpu.retired, gpu.fabric) == (None, None, None)
+
+
+# By key: a value that no board has, and the field that must not hold it.
+GARBAGE = {
+    "temperature_c": (1000, "temperature.core_c"),
+    "memory_temperature_c": (40000, "temperature.memory_c"),
+    "slowdown_c": (999, "temperature.slowdown_c"),
+    "margin_c": (-5000, "temperature.margin_c"),
+    "power_limit_mw": (3 * 10**9, "power.limit_w"),
+    "pcie_width": (77, "pcie.width"),
+    "ecc_volatile_uncorrected": (2**62, "ecc.volatile_uncorrected"),
+    "sram_threshold_exceeded": (7, "ecc.sram_threshold_exceeded"),
+    "remapped_pending": (2, "remapped.pending"),
+    "persistence": (5, "modes.persistence"),
+    "used_bytes": (2**52, "memory"),
+    "nvlink_count": (10**9, "nvlinks"),
+}
+
+
+def field(gpu, path):
+    for name in path.split("."):
+        gpu = getattr(gpu, name)
+    return gpu
+
+
+def test_garbage_is_an_error_of_its_gpu_and_of_its_field_alone(ask):
+    garbage = {key: value for key, (value, _) in GARBAGE.items()}
+    well, gpu = ask(shape("h100", 2, per_gpu={1: garbage})).gpus
+
+    assert well == ask(shape("h100", 1)).gpus[0]
+    assert {path: field(gpu, path) for _, path in GARBAGE.values()} == {
+        path: None for _, path in GARBAGE.values()
+    }
+    assert {error.code for error in gpu.errors} == {UNREADABLE}
+    assert len(gpu.errors) == len(GARBAGE)
+    assert "1000 °C is not plausible: 0 to 200 are" in {error.text for error in gpu.errors}
+    assert (gpu.temperature.shutdown_c, gpu.power.default_limit_w) == (92, 700)
+
+
+def test_what_a_virtual_gpu_does_not_have_is_zero_and_not_known(ask):
+    (gpu,) = ask(shape("h100", 1, pcie_width=0, power_limit_mw=0, slowdown_c=0)).gpus
+
+    assert (gpu.pcie.width, gpu.power.limit_w, gpu.temperature.slowdown_c) == (None, None, None)
     assert gpu.errors == ()
+
+
+def test_texts_that_are_not_utf8_cost_only_themselves(ask):
+    bad = {"uuid": "GPU-\udcff\udcfe", "bus_id": "\udcff", "name": "\udce9"}
+    _, gpu = ask(shape("h100", 2, per_gpu={1: bad})).gpus
+
+    assert (gpu.uuid, gpu.address, gpu.name) == (None, None, None)
+    assert (gpu.serial, gpu.minor, gpu.power.limit_w) == ("1650123000001", 1, 700)
+    assert {error.code for error in gpu.errors} == {UNREADABLE}
+
+
+def test_a_number_of_gpus_that_cannot_be_is_an_nvml_that_does_not_start(ask):
+    snapshot = ask(f"{shape('h100', 2)}\nset * count 100000")
+
+    assert (snapshot.status, snapshot.gpus) == ("error", ())
+    assert snapshot.error == ("nvmlDeviceGetCount: 100000 GPUs is not plausible: 0 to 1024 are")

@@ -6,7 +6,7 @@ from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.core.profile import NumberExpectation
 from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, finding, not_found, unanswered
 from gpuops.host.gpu_names import Gpus
-from gpuops.host.nvml.facts import NvmlStatus
+from gpuops.host.nvml.facts import OPEN_CALL, UNREADABLE, NvmlGpu, NvmlStatus
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.slurm.env import NUMBERED
 
@@ -83,8 +83,7 @@ def _expectation(parameters: Parameters, facts: Gpus, context: JudgeContext) -> 
 
 
 def _counted(facts: Gpus, expected: _Expected, *, inside_job: bool) -> GpuVerdict:
-    # A GPU that gave no answer is present; `gpu_driver` judges the hang.
-    count = sum(gpu.uuid is not None or gpu.hung_call is not None for gpu in facts.nvml.gpus)
+    count = sum(map(_is_present, facts.nvml.gpus))
     driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
     names = sorted({gpu.name for gpu in facts.nvml.gpus if gpu.name})
     text = f"{count} GPUs" + (f" ({', '.join(names)})" if names else "") + driver
@@ -107,6 +106,17 @@ def _counted(facts: Gpus, expected: _Expected, *, inside_job: bool) -> GpuVerdic
         + (", or hidden from this job: the PCI bus shows all" if hidden else ""),
         failure_class=FailureClass.GPU_MISSING,
     )
+
+
+def _is_present(gpu: NvmlGpu) -> bool:
+    """Return whether NVML has *gpu*, even if its UUID is garbage or its calls hang.
+
+    `gpu_lost` judges what it reports wrongly, `gpu_driver` the hang.
+    """
+    if gpu.uuid is not None or gpu.hung_call is not None:
+        return True
+    is_opened = not any(error.call == OPEN_CALL for error in gpu.errors)
+    return is_opened and gpu.error_code in {None, UNREADABLE}
 
 
 def _alive_on_bus(facts: Gpus) -> int:

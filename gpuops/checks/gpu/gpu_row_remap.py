@@ -46,11 +46,16 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     rows = gpu.remapped
     if rows is None:
         return NotReported() if gpu.retired is None else ()
-    remapped = f"{rows.uncorrectable} rows remapped after uncorrectable errors"
+    if rows.pending is None and rows.failure is None:
+        return NotReported()
+    many = rows.uncorrectable or 0
+    remapped = f"{many} rows remapped after uncorrectable errors"
     return [
-        *_beyond(parameters.failed, rows.failure, "a row could not be remapped: no spare is left"),
-        *_beyond(parameters.pending, rows.pending, "a row waits for a reset to be remapped"),
-        *_beyond(parameters.uncorrectable, rows.uncorrectable, remapped, unit="rows"),
+        *_beyond(
+            parameters.failed, bool(rows.failure), "a row could not be remapped: no spare is left"
+        ),
+        *_beyond(parameters.pending, bool(rows.pending), "a row waits for a reset to be remapped"),
+        *_beyond(parameters.uncorrectable, many, remapped, unit="rows"),
     ]
 
 
@@ -58,7 +63,7 @@ def _summary(gpus: Sequence[NvmlGpu]) -> GpuVerdict:
     remapped = [gpu.remapped for gpu in gpus if gpu.remapped is not None]
     if not remapped:
         return GpuVerdict(message=f"{counted(gpus)} retire pages instead (see gpu_retired_pages)")
-    rows = sum(item.correctable + item.uncorrectable for item in remapped)
+    rows = sum((item.correctable or 0) + (item.uncorrectable or 0) for item in remapped)
     return GpuVerdict(
         message=f"no remap pending or failed on {counted(gpus)}; {rows} rows remapped so far",
         value=rows,

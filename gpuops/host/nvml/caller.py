@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+from gpuops.host.nvml.plausible import BOUNDS, FLAG, Bounds, why_not
 
 _FUNCTION_NOT_FOUND = 13
 _ARGUMENT_VERSION_MISMATCH = 25
 _DEPRECATED = 26
-# NVML's value for a missing number (NVML_VALUE_NOT_AVAILABLE).
-NOT_AVAILABLE = frozenset({2**64 - 1, 2**32 - 1})
 # The codes of a driver that does not have, or no longer has, a call.
 UNSUPPORTED = {NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH, _DEPRECATED}
 
@@ -65,7 +64,25 @@ class NvmlCaller:
         """
         answer = self.query(call, *args, instead=instead, made=made)
         if answer is not None:
-            self.found[field] = answer
+            self.keep(field, call, answer)
+
+    def keep(self, field: str, call: str, value: Any) -> None:  # noqa: ANN401 whatever the call gives
+        """Store *value*, a result of *call*, as *field*, unless it is no plausible number."""
+        bounds = BOUNDS.get(field)
+        known = value if isinstance(value, str | bool) else self.known(call, value, bounds)
+        if known is not None:
+            self.found[field] = bool(known) if bounds is FLAG else known
+
+    def known(self, call: str, value: Any, bounds: Bounds | None) -> Any:  # noqa: ANN401 as above
+        """Return *value*, a member of the result of *call*; None if it is no plausible number.
+
+        Why it is none is noted.
+        """
+        problem = None if value is None else why_not(value, bounds)
+        if problem is None:
+            return value
+        self.note(call, NvmlRefused(*problem))
+        return None
 
     def query(
         self,
@@ -85,6 +102,9 @@ class NvmlCaller:
             if instead is not None and refused.code in UNSUPPORTED:
                 return instead()
             self.note(call, refused)
+        except ValueError as exc:
+            # Strings in structures are decoded when they are read.
+            self.note(call, NvmlRefused(UNREADABLE, f"{type(exc).__name__}: {exc}"))
         return None
 
     def call_nvml(self, call: str, *args: object) -> Any:  # noqa: ANN401 whatever the call gives
@@ -109,8 +129,8 @@ class NvmlCaller:
         except ValueError as exc:
             # Corrupt strings of a faulty GPU: UnicodeDecodeError.
             raise NvmlRefused(UNREADABLE, f"{type(exc).__name__}: {exc}") from exc
-        if isinstance(answer, int) and answer in NOT_AVAILABLE:
-            raise NvmlRefused(NOT_SUPPORTED, "not available")
+        if isinstance(answer, int) and (problem := why_not(answer, None)) is not None:
+            raise NvmlRefused(*problem)
         return answer
 
     def note(self, call: str, refused: NvmlRefused) -> None:

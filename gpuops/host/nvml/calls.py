@@ -4,16 +4,22 @@ Each result is stored as a field of `NvmlGpu`. The groups have about the same le
 longest determines the wait for a slow driver.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from functools import partial
 from typing import Any
 
 from gpuops.host.nvml.caller import NvmlCaller
-from gpuops.host.nvml.facts import CORRUPTED_INFOROM, Fabric, GpuMemory, GpuProcess, RemappedRows
+from gpuops.host.nvml.facts import CORRUPTED_INFOROM, Fabric, GpuMemory, GpuProcess
 from gpuops.host.nvml.fields import fields
+from gpuops.host.nvml.plausible import BOUNDS, BYTES, COUNT, Bounds
 from gpuops.host.sysfs import sysfs_address
 
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_REMAPPED = tuple(
+    f"remapped.{name}" for name in ("correctable", "uncorrectable", "pending", "failure")
+)
 _INFOROM = "nvmlDeviceValidateInforom"
 _PROCESSES = {
     "compute": "nvmlDeviceGetComputeRunningProcesses",
@@ -25,7 +31,7 @@ _PROCESSES = {
 def identity(gpu: NvmlCaller) -> None:
     """Read the identity of the GPU."""
     gpu.store("uuid", "nvmlDeviceGetUUID")
-    gpu.store("address", "nvmlDeviceGetPciInfo", made=lambda info: sysfs_address(info.busId))
+    gpu.store("address", "nvmlDeviceGetPciInfo", made=_address)
     gpu.store("name", "nvmlDeviceGetName")
     gpu.store("serial", "nvmlDeviceGetSerial")
     gpu.store("minor", "nvmlDeviceGetMinorNumber")
@@ -35,7 +41,7 @@ def identity(gpu: NvmlCaller) -> None:
 
 def modes(gpu: NvmlCaller) -> None:
     """Read the modes that an administrator sets, and the fabric."""
-    gpu.store("modes.persistence", "nvmlDeviceGetPersistenceMode", made=bool)
+    gpu.store("modes.persistence", "nvmlDeviceGetPersistenceMode")
     _pair(gpu, "modes.ecc", "nvmlDeviceGetEccMode")
     _pair(gpu, "modes.mig", "nvmlDeviceGetMigMode")
     gpu.store("modes.compute", "nvmlDeviceGetComputeMode")
@@ -45,7 +51,7 @@ def modes(gpu: NvmlCaller) -> None:
 
 def health(gpu: NvmlCaller) -> None:
     """Read the state of the GPU's memory, and its processes."""
-    gpu.store("remapped", "nvmlDeviceGetRemappedRows", made=_remapped)
+    _members(gpu, "nvmlDeviceGetRemappedRows", _REMAPPED)
     gpu.store("inforom_valid", _INFOROM, made=lambda _nothing: True)
     if any(error.call == _INFOROM and error.code == CORRUPTED_INFOROM for error in gpu.errors):
         gpu.found["inforom_valid"] = False
@@ -76,11 +82,10 @@ def power(gpu: NvmlCaller) -> None:
     gpu.store("power.drawn_w", "nvmlDeviceGetPowerUsage", made=_watts)
     gpu.store("power.limit_w", "nvmlDeviceGetEnforcedPowerLimit", made=_watts)
     gpu.store("power.default_limit_w", "nvmlDeviceGetPowerManagementDefaultLimit", made=_watts)
-    gpu.store(
-        "power.max_limit_w",
-        "nvmlDeviceGetPowerManagementLimitConstraints",
-        made=lambda limits: _watts(limits[1]),
-    )
+    constraints = "nvmlDeviceGetPowerManagementLimitConstraints"
+    most = gpu.known(constraints, gpu.query(constraints, made=lambda limits: limits[1]), None)
+    if most is not None:
+        gpu.keep("power.max_limit_w", constraints, _watts(most))
 
 
 def clocks(gpu: NvmlCaller) -> None:
@@ -123,20 +128,22 @@ def _watts(milliwatts: int) -> float:
     return milliwatts / 1000.0
 
 
+def _address(info: Any) -> str:  # noqa: ANN401 a structure without types
+    address = sysfs_address(info.busId)
+    if _ADDRESS.fullmatch(address) is None:
+        raise ValueError(f"{address!r} is no PCI address")
+    return address
+
+
 def _pair(gpu: NvmlCaller, place: str, call: str) -> None:
+    _members(gpu, call, (place, f"{place}_pending"))
+
+
+def _members(gpu: NvmlCaller, call: str, places: Sequence[str]) -> None:
+    """Store the members of the tuple that *call* returns as *places*."""
     answer = gpu.query(call)
-    if answer is not None:
-        gpu.found[place], gpu.found[f"{place}_pending"] = bool(answer[0]), bool(answer[1])
-
-
-def _remapped(answer: Any) -> RemappedRows:  # noqa: ANN401 a tuple without types
-    correctable, uncorrectable, pending, failure = answer
-    return RemappedRows(
-        correctable=correctable,
-        uncorrectable=uncorrectable,
-        pending=bool(pending),
-        failure=bool(failure),
-    )
+    for place, value in zip(places, answer or (), strict=False):
+        gpu.keep(place, call, value)
 
 
 def _fabric(gpu: NvmlCaller) -> None:
@@ -150,23 +157,28 @@ def _fabric(gpu: NvmlCaller) -> None:
 
     info = gpu.query(call, byref(newer), made=lambda _ret: newer, instead=query_older)
     if info is not None:
-        gpu.found["fabric"] = Fabric(
-            state=info.state,
-            status=info.status,
-            health_mask=info.healthMask,
-            health_summary=getattr(info, "healthSummary", None),
-            clique_id=info.cliqueId,
-        )
+        state = gpu.known(call, info.state, BOUNDS["fabric.state"])
+        summary, most = getattr(info, "healthSummary", None), BOUNDS["fabric.health_summary"]
+        if state is not None:
+            gpu.found["fabric"] = Fabric(
+                state=state,
+                status=gpu.known(call, info.status, BOUNDS["fabric.status"]),
+                health_mask=gpu.known(call, info.healthMask, None),
+                health_summary=gpu.known(call, summary, most),
+                clique_id=gpu.known(call, info.cliqueId, None),
+            )
 
 
 def _sram(gpu: NvmlCaller) -> None:
     status = gpu.nvml.c_nvmlEccSramErrorStatus_v1_t()
-    if gpu.query("nvmlDeviceGetSramEccErrorStatus", byref(status), made=lambda _ret: True):
-        now = status.volatileUncParity + status.volatileUncSecDed
-        ever = status.aggregateUncParity + status.aggregateUncSecDed
-        gpu.found["ecc.sram_volatile_uncorrected"] = now
-        gpu.found["ecc.sram_aggregate_uncorrected"] = ever
-        gpu.found["ecc.sram_threshold_exceeded"] = bool(status.bThresholdExceeded)
+    call = "nvmlDeviceGetSramEccErrorStatus"
+    if gpu.query(call, byref(status), made=lambda _ret: True):
+        for since in ("volatile", "aggregate"):
+            members = (getattr(status, f"{since}Unc{kind}") for kind in ("Parity", "SecDed"))
+            counts = [gpu.known(call, count, COUNT) for count in members]
+            if any(count is not None for count in counts):
+                gpu.found[f"ecc.sram_{since}_uncorrected"] = sum(filter(None, counts))
+        gpu.keep("ecc.sram_threshold_exceeded", call, status.bThresholdExceeded)
 
 
 def _memory(gpu: NvmlCaller) -> None:
@@ -174,12 +186,14 @@ def _memory(gpu: NvmlCaller) -> None:
     call = "nvmlDeviceGetMemoryInfo"
     version = gpu.nvml.nvmlMemory_v2
     info = gpu.query(call, version, instead=lambda: gpu.query(call))
-    if info is not None:
-        gpu.found["memory"] = GpuMemory(
-            total_bytes=info.total,
-            used_bytes=info.used,
-            reserved_bytes=getattr(info, "reserved", None),
-        )
+    total = None if info is None else gpu.known(call, info.total, BOUNDS["memory.total_bytes"])
+    if total is None:
+        return
+    within = Bounds(0, total, "bytes")
+    used = gpu.known(call, info.used, within)
+    reserved = gpu.known(call, getattr(info, "reserved", None), within)
+    if used is not None:
+        gpu.found["memory"] = GpuMemory(total_bytes=total, used_bytes=used, reserved_bytes=reserved)
 
 
 def _processes(gpu: NvmlCaller) -> None:
@@ -191,7 +205,11 @@ def _processes(gpu: NvmlCaller) -> None:
     if lists["compute"] is None:
         return
     gpu.found["processes"] = tuple(
-        GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory, kind=kind)
+        GpuProcess(
+            pid=process.pid,
+            used_bytes=gpu.known(_PROCESSES[kind], process.usedGpuMemory, BYTES),
+            kind=kind,
+        )
         for kind, found in lists.items()
         for process in found or ()
     )

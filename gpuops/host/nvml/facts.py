@@ -23,6 +23,8 @@ from gpuops.host.process.sidecar import die_with_parent
 _PROCESSES = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 # The library is missing, the driver is not loaded.
 _ABSENT = (12, 9)
+# "Not available", or garbage.
+_NO_BYTES = 2**50
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +59,10 @@ def held_bytes(nvml: Any, is_another: Callable[[int], bool]) -> dict[str, int]: 
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             if _is_divided(nvml, gpu):
                 continue
-            used = int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)
+            memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+            used = int(memory.used)
+            if not used <= memory.total < _NO_BYTES:
+                continue
             others = _of_others(_processes(nvml, gpu), is_another)
             found[nvml.nvmlDeviceGetUUID(gpu)] = max(used - others, 0)
         except (nvml.NVMLError, ValueError):
@@ -96,7 +101,7 @@ def _processes(nvml: Any, gpu: Any) -> Iterable[tuple[int, int]]:  # noqa: ANN40
 
 def _is_divided(nvml: Any, gpu: Any) -> bool:  # noqa: ANN401 no types
     try:
-        return bool(nvml.nvmlDeviceGetMigMode(gpu)[0])
+        return bool(nvml.nvmlDeviceGetMigMode(gpu)[0] == 1)
     except nvml.NVMLError:
         return False
 
@@ -120,6 +125,7 @@ RESET_REQUIRED = 16
 # within a tenth of it, and one that hangs gets the rest of the time.
 HANG_S = 1.0
 UNREADABLE = -1
+OPEN_CALL = "nvmlDeviceGetHandleByIndex"
 
 
 class NvmlStatus(StrEnum):
@@ -148,10 +154,10 @@ class CallError:
 class RemappedRows:
     """`nvmlDeviceGetRemappedRows` (Ampere and later)."""
 
-    correctable: int
-    uncorrectable: int
-    pending: bool
-    failure: bool
+    correctable: int | None = None
+    uncorrectable: int | None = None
+    pending: bool | None = None
+    failure: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +258,7 @@ class Fabric:
     """`nvmlDeviceGetGpuFabricInfoV`: state 0..3, status (an NVML code), health mask and summary."""
 
     state: int
-    status: int
+    status: int | None = None
     health_mask: int | None = None
     health_summary: int | None = None
     clique_id: int | None = None

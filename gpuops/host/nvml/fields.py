@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuops.host.nvml.caller import NOT_AVAILABLE, UNSUPPORTED, NvmlCaller, NvmlRefused
+from gpuops.host.nvml.caller import UNSUPPORTED, NvmlCaller, NvmlRefused
 from gpuops.host.nvml.facts import NOT_SUPPORTED, UNREADABLE, NvLink, RetiredPages
+from gpuops.host.nvml.plausible import BOUNDS, COUNT, FLAG, LINK_STATE, LINKS, Bounds, why_not
 
 _CALL = "nvmlDeviceGetFieldValues"
 _INVALID_ARGUMENT = 2
@@ -80,6 +81,8 @@ _LANES = 12
 # Active, asleep to save power, active with traffic disabled (NVML_NVLINK_STATE_*).
 _UP = {1, 2, 3}
 
+_BOUNDS = {_LINK_COUNT: LINKS, _STATE: LINK_STATE, _RETIRED[2]: FLAG}
+
 # A field's name and its scope, which is the NVLink for those about one.
 Field = tuple[str, int]
 Values = Mapping[Field, int | NvmlRefused]
@@ -111,16 +114,24 @@ def _read(gpu: NvmlCaller, names: Sequence[Field]) -> Values:
     except NvmlRefused as refused:
         code = NOT_SUPPORTED if refused.code in UNSUPPORTED else refused.code
         return dict.fromkeys(names, NvmlRefused(code, f"{_CALL}: {refused.text}"))
-    return dict(zip(names, [_value(gpu, value) for value in values], strict=True))
+    pairs = zip(names, values, strict=True)
+    return {field: _value(gpu, value, _bounds(field[0])) for field, value in pairs}
 
 
-def _value(gpu: NvmlCaller, value: Any) -> int | NvmlRefused:  # noqa: ANN401 a structure without types
+def _bounds(name: str) -> Bounds:
+    if name in _BOUNDS:
+        return _BOUNDS[name]
+    place = _PLACES.get(name) or _ECC.get(name, ("",))[0]
+    return BOUNDS.get(place, COUNT)
+
+
+def _value(gpu: NvmlCaller, value: Any, bounds: Bounds) -> int | NvmlRefused:  # noqa: ANN401 a structure without types
     code, kind = value.nvmlReturn, value.valueType
     if code == 0 and kind < len(_MEMBERS):
-        number = int(getattr(value.value, _MEMBERS[kind]))
-        if number not in NOT_AVAILABLE:
-            return number
-        code = NOT_SUPPORTED
+        number = getattr(value.value, _MEMBERS[kind])
+        # An infinite one and none at all (NaN) are outside of all bounds.
+        problem = why_not(number, bounds)
+        return int(number) if problem is None else NvmlRefused(*problem)
     # A driver older than a field returns "invalid argument" for its number.
     code = NOT_SUPPORTED if code == _INVALID_ARGUMENT or code in UNSUPPORTED else code
     return NvmlRefused(
@@ -130,7 +141,7 @@ def _value(gpu: NvmlCaller, value: Any) -> int | NvmlRefused:  # noqa: ANN401 a 
 
 def _store(gpu: NvmlCaller, place: str, value: int | None) -> None:
     if value is not None:
-        gpu.found[place] = value
+        gpu.keep(place, _CALL, value)
 
 
 def _store_or_query(
@@ -140,7 +151,7 @@ def _store_or_query(
     if isinstance(value, NvmlRefused):
         gpu.store(place, instead, *args)
     else:
-        gpu.found[place] = value
+        gpu.keep(place, _CALL, value)
 
 
 def _value_or_none(gpu: NvmlCaller, values: Values, field: Field) -> int | None:

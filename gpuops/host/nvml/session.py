@@ -16,6 +16,7 @@ from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.nvml.caller import GpuLostError, NvmlCaller, NvmlRefused
 from gpuops.host.nvml.calls import GROUPS
 from gpuops.host.nvml.facts import (
+    OPEN_CALL,
     UNREADABLE,
     CallError,
     GpuProcess,
@@ -23,6 +24,7 @@ from gpuops.host.nvml.facts import (
     NvmlSnapshot,
     NvmlStatus,
 )
+from gpuops.host.nvml.plausible import GPUS, why_not
 from gpuops.host.nvml.snapshot import snapshot_of
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
@@ -133,6 +135,8 @@ class NvmlSession:
     def _open(self) -> None:
         self._opening.call_nvml("nvmlInit")
         count = self._opening.call_nvml("nvmlDeviceGetCount")
+        if (problem := why_not(count, GPUS)) is not None:
+            raise NvmlRefused(*problem)
         self._gpus.extend([NvmlCaller(self._nvml)] for _ in range(count))
         self._start(self._system, self._read_system)
         for index in range(count):
@@ -150,7 +154,7 @@ class NvmlSession:
 
     def _read_gpu(self, index: int) -> None:
         callers = self._gpus[index]
-        handle = callers[0].call_nvml("nvmlDeviceGetHandleByIndex", index)
+        handle = callers[0].call_nvml(OPEN_CALL, index)
         groups = [(group, NvmlCaller(self._nvml, handle)) for group in GROUPS]
         callers.extend(caller for _, caller in groups)
         for group, caller in groups:

@@ -9,6 +9,7 @@ from typing import Any
 from gpuops.host.nvml.caller import NvmlCaller
 from gpuops.host.nvml.facts import (
     GPU_IS_LOST,
+    OPEN_CALL,
     Clocks,
     EccErrors,
     Modes,
@@ -17,18 +18,20 @@ from gpuops.host.nvml.facts import (
     NvmlStatus,
     PcieLink,
     Power,
+    RemappedRows,
     Temperatures,
 )
 from gpuops.host.process.inspect import thread_state
 
 _LIBRARY_NOT_FOUND = 12
 _IDENTITY = (
-    "nvmlDeviceGetHandleByIndex",
+    OPEN_CALL,
     "nvmlDeviceGetUUID",
     "nvmlDeviceGetPciInfo",
     "nvmlDeviceGetName",
 )
 _PARTS: dict[str, type[Any]] = {
+    "remapped": RemappedRows,
     "ecc": EccErrors,
     "temperature": Temperatures,
     "power": Power,

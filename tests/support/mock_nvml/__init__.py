@@ -118,17 +118,21 @@ class MockNvml:
 
     def env(self, scenario):
         """Return the environment in which *scenario* is played."""
-        path = self.directory / f"scenario-{zlib.crc32(scenario.encode()):08x}.txt"
+        content = scenario.encode(errors="surrogateescape")
+        path = self.directory / f"scenario-{zlib.crc32(content):08x}.txt"
         env = {"LD_LIBRARY_PATH": str(self.directory), "MOCK_NVML": str(path)}
         change(env, scenario)
         return env
 
 
 def change(env, scenario):
-    """Play *scenario* from now on, to processes too that have begun with *env*."""
+    """Play *scenario* from now on, to processes too that have begun with *env*.
+
+    It may hold bytes that are no UTF-8, as the characters of ``surrogateescape``.
+    """
     path = Path(env["MOCK_NVML"])
     new = path.with_suffix(".new")
-    new.write_text(scenario + "\n")
+    new.write_text(scenario + "\n", errors="surrogateescape")
     new.replace(path)
 
 

@@ -180,7 +180,7 @@ int nvmlSystemGetNVMLVersion(char *to, unsigned size)
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
 	ENTER("nvmlDeviceGetCount", NO_GPU);
-	*count = gpu_count();
+	TELL(count, "count", gpu_count());
 	return SUCCESS;
 }
 
@@ -385,7 +385,7 @@ int nvmlDeviceGetNvLinkState(struct gpu *gpu, unsigned link, unsigned *active)
 	if (!is_link(&call, link))
 		return INVALID_ARGUMENT;
 	code = number_of(&call, "nvlink_state", link, 1, &state);
-	*active = state == 1;
+	*active = state < 0 ? state : state == 1;
 	return code;
 }
 

@@ -8,7 +8,7 @@ from support.gpus import gpu, node, shipped, silent
 
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
 from gpuops.checks.gpu.gpu_count import Parameters, judge
-from gpuops.host.nvml.facts import NvmlStatus
+from gpuops.host.nvml.facts import UNREADABLE, CallError, NvmlStatus
 
 ABSENT = {"status": NvmlStatus.ABSENT, "error": "nvmlInit: NVML Shared Library Not Found"}
 PROFILED = replace(
@@ -93,6 +93,13 @@ def test_a_gpu_that_fell_off_the_bus_is_not_hidden():
 
 def test_a_gpu_that_nvml_cannot_open_is_missing():
     assert findings(node(*gpus(8, lost=[3])), expected=8) == [("n1", "fail", "gpu_hw.missing")]
+
+
+def test_a_gpu_whose_uuid_is_garbage_is_not_missing():
+    unread = CallError("nvmlDeviceGetUUID", UNREADABLE, "UnicodeDecodeError")
+    odd = gpu(7, uuid=None, error="nvmlDeviceGetUUID: no", error_code=UNREADABLE, errors=(unread,))
+
+    assert findings(node(*gpus(7), odd), expected=8) == [("n1", "pass", None)]
 
 
 def test_a_gpu_that_gives_no_answer_is_not_missing():

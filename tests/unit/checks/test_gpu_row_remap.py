@@ -39,6 +39,18 @@ def test_rows_are_judged(rows, status):
         assert verdict == ("GPU-1", status, "gpu_hw.row_remap")
 
 
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        (RemappedRows(correctable=0), "skip"),
+        (RemappedRows(failure=True), "fail"),
+        (RemappedRows(pending=False), "pass"),
+    ],
+)
+def test_members_that_are_not_available_convict_nobody(rows, status):
+    assert [item[1] for item in said(findings(gpu(0, remapped=rows)))] == [status]
+
+
 def test_a_site_may_let_jobs_start_while_a_remap_is_pending():
     lenient = Parameters(failed=limit(fail=1), pending=limit(warn=1), uncorrectable=limit(warn=513))
 

@@ -16,8 +16,9 @@ class Nvml:
 
     NVMLError = pynvml.NVMLError
 
-    def __init__(self, used=(), processes=(), refused=(), mig=False):
+    def __init__(self, used=(), processes=(), refused=(), mig=False, total=0):
         self.used, self.processes, self.refused, self.mig = used, processes, refused, mig
+        self.total = total
 
     def nvmlDeviceGetCount(self):  # noqa: N802
         return len(self.used)
@@ -27,7 +28,9 @@ class Nvml:
             "nvmlDeviceGetHandleByIndex": lambda index: index,
             "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
             "nvmlDeviceGetMigMode": lambda _index: (int(self.mig), 0),
-            "nvmlDeviceGetMemoryInfo": lambda index: SimpleNamespace(used=self.used[index]),
+            "nvmlDeviceGetMemoryInfo": lambda index: SimpleNamespace(
+                used=self.used[index], total=max(80 * GIB, self.total)
+            ),
             "nvmlDeviceGetComputeRunningProcesses": self._processes,
             "nvmlDeviceGetGraphicsRunningProcesses": lambda _index: [],
         }
@@ -51,6 +54,13 @@ def test_what_another_holds_is_not_counted():
     nvml = Nvml([10 * GIB, 5 * GIB], [(0, 7, 4 * GIB), (0, 8, 6 * GIB), (1, 9, None)])
 
     assert held_bytes(nvml, lambda pid: pid == 8) == {"GPU-0": 4 * GIB, "GPU-1": 5 * GIB}
+
+
+@pytest.mark.parametrize("total", [80 * GIB, 2**64 - 1])
+def test_memory_that_is_not_available_is_not_held(total):
+    assert held_bytes(Nvml([2**64 - 1, GIB], total=total), lambda _pid: False) == (
+        {"GPU-1": GIB} if total == 80 * GIB else {}
+    )
 
 
 def test_a_process_that_a_container_does_not_see_is_not_taken_for_anothers():

@@ -8,10 +8,19 @@ import pynvml
 import pytest
 
 from gpuops.host.nvml.caller import GpuLostError, NvmlCaller, NvmlRefused
-from gpuops.host.nvml.facts import GPU_IS_LOST, NOT_SUPPORTED, UNREADABLE, CallError
+from gpuops.host.nvml.facts import (
+    GPU_IS_LOST,
+    NOT_SUPPORTED,
+    UNREADABLE,
+    CallError,
+    Fabric,
+    GpuMemory,
+    NvmlGpu,
+)
 from gpuops.host.nvml.fields import IDS
+from gpuops.host.nvml.plausible import BOUNDS, COUNT, why_not
 from gpuops.host.nvml.session import NvmlSession, snapshot_from
-from gpuops.host.nvml.snapshot import snapshot_of
+from gpuops.host.nvml.snapshot import _PARTS, snapshot_of
 from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
 
 SOON_S = 10.0
@@ -89,6 +98,36 @@ def test_a_lost_gpu_is_noted_and_asked_no_more():
     with pytest.raises(GpuLostError):
         asker.store("name", "nvmlDeviceGetName")
     assert [error.code for error in asker.errors] == [GPU_IS_LOST]
+
+
+@pytest.mark.parametrize(
+    ("number", "bounds", "code"),
+    [
+        (65535, BOUNDS["temperature.core_c"], NOT_SUPPORTED),
+        (255, BOUNDS["temperature.core_c"], NOT_SUPPORTED),
+        (255, COUNT, None),
+        (-1, COUNT, NOT_SUPPORTED),
+        (-1, BOUNDS["temperature.margin_c"], None),
+        (2**64 - 1, None, NOT_SUPPORTED),
+        (0, BOUNDS["pcie.width"], NOT_SUPPORTED),
+        (0, COUNT, None),
+        (float("nan"), COUNT, UNREADABLE),
+        (float("inf"), COUNT, UNREADABLE),
+        (200, BOUNDS["temperature.core_c"], None),
+        (201, BOUNDS["temperature.core_c"], UNREADABLE),
+    ],
+)
+def test_which_numbers_are_none(number, bounds, code):
+    problem = why_not(number, bounds)
+
+    assert (problem and problem[0]) == code
+
+
+def test_the_bounds_name_fields_that_there_are():
+    for place in BOUNDS:
+        part, _, name = place.partition(".")
+        kind = {**_PARTS, "fabric": Fabric, "memory": GpuMemory}.get(part, NvmlGpu)
+        assert (name or part) in kind.__slots__
 
 
 def test_what_is_not_supported_is_noted_once():

@@ -151,6 +151,10 @@ class Finding:
 
     ``value`` is in ``unit``; ``threshold`` says what it was held against and ``source`` where that
     number is from (``kernel``, ``nvml``, ``suite:prolog``, ``config``, a document, ``learned:…``).
+
+    ``hardware_reported``: the device, its driver or the kernel itself reported this failure; no
+    limit or expectation of ours judged it, so that a wrong one cannot be the cause.
+    ``shared_cause``: what fails may be shared by many nodes (network, storage, fabric switch).
     """
 
     check: str
@@ -163,6 +167,8 @@ class Finding:
     source: str | None = None
     failure_class: FailureClass | None = None
     unknown_reason: UnknownReason | None = None
+    hardware_reported: bool = False
+    shared_cause: bool = False
 
     def __post_init__(self) -> None:
         if self.status is Status.FAIL and self.failure_class is None:
@@ -187,6 +193,8 @@ class Finding:
             "message": self.message,
             "failure_class": self.failure_class and self.failure_class.value,
             "unknown_reason": self.unknown_reason and self.unknown_reason.value,
+            "hardware_reported": self.hardware_reported,
+            "shared_cause": self.shared_cause,
         }
 
 

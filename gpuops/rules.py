@@ -45,6 +45,7 @@ _KEYS = (
     "within_s",
     "cleared_by",
     "check",
+    "hardware_reported",
 )
 KERNEL_LOG = "kernel_log"
 
@@ -64,6 +65,7 @@ class LogRule:
     hits about its ``subject``, or all of the rule's where it names none. Both are for a log in
     which a repair leaves the old lines: the kernel's. ``check``: the check that judges such lines
     of the kernel's log; others than `KERNEL_LOG` judge them by more than a rule can say.
+    ``hardware_reported``: see `gpuops.model.Finding`; a rule is not, unless it says so.
     ``literals``: a line that holds none of them is not matched; empty: not known.
     """
 
@@ -80,6 +82,7 @@ class LogRule:
     within_s: float | None = None
     cleared_by: re.Pattern[str] | None = None
     check: str = KERNEL_LOG
+    hardware_reported: bool = False
     literals: tuple[str, ...] = ()
 
     def may_match(self, text: str) -> bool:
@@ -148,6 +151,7 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             within_s=_seconds(entry.get("within_s")),
             cleared_by=safe_pattern(entry["cleared_by"]) if "cleared_by" in entry else None,
             check=str(entry.get("check", KERNEL_LOG)),
+            hardware_reported=entry.get("hardware_reported", False) is True,
             literals=required_literals(pattern),
         )
     except KeyError as exc:

@@ -25,6 +25,7 @@ from gpuops.model import Status
 from gpuops.resources import data_dir
 from gpuops.slurm.env import HookJob, job_of
 from gpuops.slurm.scontrol import find_scontrol
+from gpuops.store.fuse import FuseSettings
 
 verdict_option = click.option(
     "--verdict",
@@ -183,8 +184,11 @@ def _gate_settings(settings: Settings, node: str) -> GateSettings:
         state_dir=settings.state_dir,
         uid=current_uid(),
         mode=settings.mode,
-        fuse_nodes=settings.fuse_nodes,
-        fuse_window_s=settings.fuse_window_s,
+        fuse=FuseSettings(
+            nodes=settings.fuse_nodes,
+            max_drained=settings.max_drained,
+            window_s=settings.fuse_window_s,
+        ),
         passes_to_resume=settings.passes_to_resume,
         resumes_max_per_day=settings.resumes_max_per_day,
         permit_deadline_s=settings.permit_deadline_s,

@@ -26,6 +26,7 @@ from gpuops.config.schema import (
     seconds_up_to,
     to_bool,
     to_count,
+    to_node_count,
     to_path,
     to_positive,
     to_size,
@@ -99,8 +100,9 @@ class Settings:
     site_dir: Path | None
     profile: str | None
     mode: GateMode
-    fuse_nodes: int
+    fuse_nodes: int | None
     fuse_window_s: float
+    max_drained: int | None
     passes_to_resume: int
     resumes_max_per_day: int
     permit_deadline_s: float
@@ -187,9 +189,10 @@ SETTINGS = (
     Setting(
         "gate.fuse_nodes",
         "GPUOPS_FUSE_NODES",
-        to_positive,
-        lambda _env, _root: 3,
-        "the fuse trips when this many nodes fail the same check within the window",
+        to_node_count,
+        lambda _env, _root: None,
+        "the fuse trips when more nodes than this fail the same check within the window; unset: "
+        "3, or 2 % of the nodes seen in 24 h if that is more",
     ),
     Setting(
         "gate.fuse_window_s",
@@ -197,6 +200,14 @@ SETTINGS = (
         seconds_up_to(7 * 86400),
         lambda _env, _root: 600.0,
         "the window of the fuse, in seconds",
+    ),
+    Setting(
+        "gate.max_drained",
+        "GPUOPS_MAX_DRAINED",
+        to_node_count,
+        lambda _env, _root: None,
+        "how many nodes gpuops may have drained while a fuse is tripped; unset: 3, or 10 % of the "
+        "nodes seen in 24 h if that is more",
     ),
     Setting(
         "gate.passes_to_resume",
@@ -280,6 +291,7 @@ def resolve(
         mode=value["gate.mode"],
         fuse_nodes=value["gate.fuse_nodes"],
         fuse_window_s=value["gate.fuse_window_s"],
+        max_drained=value["gate.max_drained"],
         passes_to_resume=value["gate.passes_to_resume"],
         resumes_max_per_day=value["gate.resumes_max_per_day"],
         permit_deadline_s=value["gate.permit_deadline_s"],

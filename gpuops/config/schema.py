@@ -82,6 +82,15 @@ def to_positive(value: object) -> int:
     return count
 
 
+def to_node_count(value: object) -> int:
+    """Return *value*, a number of nodes from 1 to `NODES_MAX`."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= NODES_MAX:
+        raise ValueError(f"expected a number of nodes from 1 to {NODES_MAX}")
+    return value
+
+
 def seconds_up_to(max_s: float) -> Callable[[object], float]:
     """Return a reader of seconds above zero, up to *max_s*."""
 

@@ -27,12 +27,12 @@ from gpuops.gate.drain import DrainRecord, read_drain, write_drain
 from gpuops.gate.node_state import GPUS_PROBE, StateError, read_state
 from gpuops.gate.permit import GateSettings, start_permission_request
 from gpuops.gate.policy import (
-    NOT_ASKED,
     DrainCause,
     DrainDecision,
     DrainOutcome,
+    FleetView,
     decide_drain,
-    find_drain_cause,
+    find_drain_causes,
     replaceable_reasons,
 )
 from gpuops.gate.record import (
@@ -169,14 +169,15 @@ def record_and_decide(
     gate = context.gate
     runbooks = failing_runbooks(check_run.findings, data_dir("runbooks"))
     actions = {kind: page.action for kind, page in runbooks.items()}
-    cause = find_drain_cause(check_run.findings, actions)
+    causes = find_drain_causes(check_run.findings, actions)
     permission = None
-    if cause is not None and gate.mode is GateMode.ENFORCE and skip_reason is None:
+    if causes and gate.mode is GateMode.ENFORCE and skip_reason is None:
         # The store answers while the findings are recorded.
-        permission = start_permission_request(gate, cause, context.clock)
+        permission = start_permission_request(gate, causes, context.clock)
     not_recorded = record_check_run(check_run, context.occasion, context.options, context.clock)
-    reply = NOT_ASKED if permission is None else permission()
-    decision = decide_drain(cause, gate.mode, reply, skip_reason)
+    replies = [] if permission is None else permission()
+    fleet = FleetView(settings=gate.fuse, count=check_run.fleet, now_us=context.clock.now_us())
+    cause, decision = decide_drain(causes, gate.mode, replies, fleet, skip_reason)
     problems = [not_recorded]
     drain = None
     if cause is not None:

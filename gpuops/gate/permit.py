@@ -4,20 +4,23 @@ Only this child loads SQLAlchemy and talks to the database. An error is reported
 stays as it was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
 from gpuops.config.resolve import GateMode
 from gpuops.errors import GpuopsError, ProbeError
+from gpuops.gate.drain import read_drain
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.gate.policy import DrainCause, PermitReply
 from gpuops.gate.record import with_repair
 from gpuops.host.clock import Clock
-from gpuops.host.node_state import NodeState, Repair, Strikes
+from gpuops.host.node_state import FleetCount, NodeState, Repair, Strikes
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.store.fuse import FuseSettings
+from gpuops.units import US_PER_S
 
 # To fork and to import SQLAlchemy, in addition to the store's own timeout.
 START_S = 0.5
@@ -33,83 +36,96 @@ class GateSettings:
     state_dir: Path
     uid: int
     mode: GateMode
-    fuse_nodes: int
-    fuse_window_s: float
+    fuse: FuseSettings
     passes_to_resume: int
     resumes_max_per_day: int
     permit_deadline_s: float
 
 
 def start_permission_request(
-    gate: GateSettings, cause: DrainCause, clock: Clock
-) -> Callable[[], PermitReply]:
-    """Start to ask whether this node may be drained for *cause*; call the result for the reply.
+    gate: GateSettings, causes: Sequence[DrainCause], clock: Clock
+) -> Callable[[], list[PermitReply]]:
+    """Start to ask whether this node may be drained; call the result for the replies.
 
-    The caller must have a single thread. Any error becomes a reply without a decision.
+    They are for *causes* in order, up to the first that is granted. The caller must have a single
+    thread. Any error becomes one reply without a decision.
     """
     now_us = clock.now_us()
     try:
         child = probe.start_call(
-            lambda: _ask(gate, cause, now_us), deadline_s=START_S + gate.permit_deadline_s
+            lambda: _ask(gate, causes, now_us), deadline_s=START_S + gate.permit_deadline_s
         )
     except ProbeError:
-        return lambda: PermitReply(None, "no process to ask the store with")
+        return lambda: [PermitReply(None, "no process to ask the store with")]
 
-    def reply() -> PermitReply:
+    def replies() -> list[PermitReply]:
         outcome = probe.within(child, child.deadline_s)
         if outcome is None:
-            return PermitReply(None, f"the store gave no answer in {child.deadline_s:g} s")
+            return [PermitReply(None, f"the store gave no answer in {child.deadline_s:g} s")]
         try:
             answer = probe.answer(outcome)
         except ProbeError as exc:
-            return PermitReply(None, f"the store: {exc}")
-        if "error" in answer:
-            return PermitReply(None, str(answer["error"]))
-        return PermitReply(bool(answer["granted"]), str(answer["reason"]))
+            return [PermitReply(None, f"the store: {exc}")]
+        return [PermitReply(granted, str(why)) for granted, why in answer]
 
-    return reply
+    return replies
 
 
-def _ask(gate: GateSettings, cause: DrainCause, now_us: int) -> dict[str, object]:
-    from gpuops.store.permits import request_permit
+def _ask(
+    gate: GateSettings, causes: Sequence[DrainCause], now_us: int
+) -> list[tuple[bool | None, str]]:
+    from gpuops.store.permits import DrainRequest, request_permits
 
+    requests = [
+        DrainRequest(check=cause.finding.check, failure_class=cause.failure_class, kind=cause.kind)
+        for cause in causes
+    ]
     try:
-        permit = request_permit(
+        permits = request_permits(
             gate.store_url,
+            requests,
             cluster=gate.cluster,
             node=gate.node,
-            check=cause.finding.check,
-            failure_class=cause.failure_class.value,
             now_us=now_us,
-            limit=gate.fuse_nodes,
-            window_s=gate.fuse_window_s,
+            settings=gate.fuse,
             deadline_s=gate.permit_deadline_s,
         )
     except GpuopsError as exc:
-        return {"error": str(exc)}
-    return {"granted": permit.granted, "reason": permit.reason}
+        return [(None, str(exc))]
+    return [(permit.granted, permit.reason) for permit in permits]
 
 
 FETCH_S = 2.0
+# A hook that has a permit records its drain within this time.
+RELEASE_AFTER_S = 120.0
 
 
 def sync_from_store(
     store_url: str, *, cluster: str, node: str, state_dir: Path, uid: int, clock: Clock
 ) -> str | None:
-    """Fetch repairs and strikes into the node's file; return what went wrong, or None.
+    """Fetch repairs, strikes and the size of the fleet into the node's file.
 
-    The caller must have a single thread.
+    If the node has a permit and no drain, the permit is given back: the fuse counts the nodes that
+    are drained. Returns what went wrong, or None. The caller must have a single thread.
     """
     now_us = clock.now_us()
 
     def ask() -> str | None:
-        from gpuops.store.queries.node_queries import fetch_repairs_and_strikes
+        from gpuops.store.permits import release_permits
+        from gpuops.store.queries.node_queries import fetch_node_records
 
         try:
-            repairs, strikes = fetch_repairs_and_strikes(
+            found = fetch_node_records(
                 store_url, cluster=cluster, node=node, now_us=now_us, deadline_s=FETCH_S
             )
-            change_state(state_dir, uid, lambda state: with_store_records(state, repairs, strikes))
+            change_state(
+                state_dir,
+                uid,
+                lambda state: with_store_records(state, found.repairs, found.strikes, found.fleet),
+            )
+            if found.holds_permit and read_drain(state_dir, uid=uid) is None:
+                before_us = now_us - round(RELEASE_AFTER_S * US_PER_S)
+                release_permits(store_url, cluster=cluster, node=node, before_us=before_us)
         except (GpuopsError, StateError) as exc:
             return str(exc)
         return None
@@ -120,12 +136,18 @@ def sync_from_store(
         )
     except ProbeError as exc:
         problem = str(exc)
-    return problem and f"gpuops: cannot fetch repairs and strikes from the store: {problem}"
+    return (
+        problem
+        and f"gpuops: cannot fetch repairs, strikes and the fleet's size from the store: {problem}"
+    )
 
 
 def with_store_records(
-    state: NodeState, repairs: tuple[Repair, ...], strikes: tuple[Strikes, ...]
+    state: NodeState,
+    repairs: tuple[Repair, ...],
+    strikes: tuple[Strikes, ...],
+    fleet: FleetCount,
 ) -> NodeState:
     """Return *state* with what the store has; a repair that the store lacks is kept."""
     known = reduce(with_repair, repairs, state.repairs)
-    return replace(state, repairs=known, strikes=strikes)
+    return replace(state, repairs=known, strikes=strikes, fleet=fleet)

@@ -3,14 +3,16 @@
 Pure: the findings, the mode, the fuse's reply and slurmctld's state are arguments.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from gpuops.config.resolve import GateMode
+from gpuops.host.node_state import FleetCount
 from gpuops.model import ActionKind, FailureClass, Finding, Status
 from gpuops.slurm.reason import OF_SLURMD, is_ours, reason_text
 from gpuops.slurm.scontrol import SlurmNode
+from gpuops.store.fuse import CauseKind, FuseSettings
 
 RESUMES_WINDOW_S = 86400.0
 
@@ -25,22 +27,11 @@ DRAINING_ACTIONS = frozenset(
     }
 )
 
-# The driver, the device or the kernel itself reports these. All other failures compare a number
-# with a limit, and a wrong limit fails every node of a cluster at once.
-HARDWARE_REPORTED = frozenset(
-    {
-        FailureClass.GPU_FELL_OFF_BUS,
-        FailureClass.GPU_ECC_UNCORRECTABLE,
-        FailureClass.GPU_ROW_REMAP,
-        FailureClass.GPU_NVSWITCH,
-        FailureClass.GPU_INFOROM,
-        FailureClass.GPU_GSP,
-        FailureClass.HOST_DIMM,
-        FailureClass.KERNEL_FAULT,
-    }
-)
-# Checks that only repeat what the driver reports, of any class.
-HARDWARE_REPORTED_CHECKS = frozenset({"gpu_recovery_action"})
+# A store that is silent for longer may have missed a storm.
+FLEET_AGE_MAX_S = 900.0
+# What one hook has time to ask for.
+CAUSES_MAX = 4
+_RANK = {CauseKind.HARDWARE: 0, CauseKind.SHARED: 1, CauseKind.LIMIT: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +43,9 @@ class DrainCause:
     action: ActionKind
 
     @property
-    def hardware_reported(self) -> bool:
-        """Return whether the hardware, its driver or the kernel reported it, not our limit."""
-        return (
-            self.failure_class in HARDWARE_REPORTED
-            or self.finding.check in HARDWARE_REPORTED_CHECKS
-        )
+    def kind(self) -> CauseKind:
+        """Return who judged it, and whether other nodes may share its cause."""
+        return CauseKind.of(self.finding)
 
     def reason(self, incident: str | None) -> str:
         """Return the reason of the drain; *incident* is the id of its incident."""
@@ -67,13 +55,13 @@ class DrainCause:
         return reason_text(self.finding.check, entity, text, self.action.value, incident)
 
 
-def find_drain_cause(
+def find_drain_causes(
     findings: Iterable[Finding], actions: dict[FailureClass, ActionKind]
-) -> DrainCause | None:
-    """Return the failure for which the node must run no jobs, None if there is none.
+) -> list[DrainCause]:
+    """Return the failures for which the node must run no jobs, at most one of each check.
 
-    Of several, one that the hardware reported comes first. *actions* are those of the runbooks;
-    a class without a runbook drains no node.
+    Those that the hardware reported come first: a fuse that one check trips must not hide what
+    another finds. *actions* are those of the runbooks; a class without a runbook drains no node.
     """
     causes = [
         DrainCause(finding=finding, failure_class=kind, action=actions[kind])
@@ -82,7 +70,11 @@ def find_drain_cause(
         and (kind := finding.failure_class) is not None
         and actions.get(kind) in DRAINING_ACTIONS
     ]
-    return min(causes, key=lambda cause: not cause.hardware_reported, default=None)
+    causes.sort(key=lambda cause: _RANK[cause.kind])
+    by_check: dict[str, DrainCause] = {}
+    for cause in causes:
+        by_check.setdefault(cause.finding.check, cause)
+    return list(by_check.values())[:CAUSES_MAX]
 
 
 class DrainOutcome(StrEnum):
@@ -124,33 +116,66 @@ class DrainDecision:
         return self.outcome is DrainOutcome.DRAIN
 
 
-def decide_drain(
-    cause: DrainCause | None,
-    mode: GateMode,
-    permission: PermitReply,
-    skip_reason: str | None = None,
-) -> DrainDecision:
-    """Return what to do with a node that fails for *cause*.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """What this node knows by itself of the fleet. ``count``: the store's last answer, if any."""
 
-    Without a reply about the fuse, only a failure that the hardware reported drains the node.
-    *skip_reason* says why this node is not drained now, such as that it is drained already.
+    settings: FuseSettings
+    count: FleetCount | None
+    now_us: int
+
+    @property
+    def recent_count(self) -> FleetCount | None:
+        """Return the count if it is at most `FLEET_AGE_MAX_S` old."""
+        if self.count is None or not 0 <= self.now_us - self.count.t_us <= FLEET_AGE_MAX_S * 1e6:
+            return None
+        return self.count
+
+
+def decide_drain(
+    causes: Sequence[DrainCause],
+    mode: GateMode,
+    replies: Sequence[PermitReply],
+    fleet: FleetView,
+    skip_reason: str | None = None,
+) -> tuple[DrainCause | None, DrainDecision]:
+    """Return what to do with a node that fails for *causes*, and for which of them.
+
+    *replies*: of the store, to the first causes. *skip_reason* says why this node is not drained
+    now, such as that it is drained already.
     """
-    if cause is None:
-        return DrainDecision(DrainOutcome.START, "no failure that drains a node")
+    if not causes:
+        return None, DrainDecision(DrainOutcome.START, "no failure that drains a node")
     if mode is GateMode.OBSERVE:
-        return DrainDecision(DrainOutcome.WOULD_DRAIN, "gate.mode is observe")
+        return causes[0], DrainDecision(DrainOutcome.WOULD_DRAIN, "gate.mode is observe")
     if skip_reason is not None:
-        return DrainDecision(DrainOutcome.LEFT_ALONE, skip_reason)
-    if permission.granted is not None:
-        return DrainDecision(
-            DrainOutcome.DRAIN if permission.granted else DrainOutcome.TRIPPED, permission.why
-        )
-    if cause.hardware_reported:
-        why = f"no permit ({permission.why}), but the hardware itself reports the failure"
+        return causes[0], DrainDecision(DrainOutcome.LEFT_ALONE, skip_reason)
+    decided = [
+        (cause, _decide_one(cause, reply, fleet))
+        for cause, reply in zip(causes, replies or (NOT_ASKED,), strict=False)
+    ]
+    return next((item for item in decided if item[1].drains), decided[0])
+
+
+def _decide_one(cause: DrainCause, reply: PermitReply, fleet: FleetView) -> DrainDecision:
+    if reply.granted is not None:
+        outcome = DrainOutcome.DRAIN if reply.granted else DrainOutcome.TRIPPED
+        return DrainDecision(outcome, reply.why)
+    no_permit = f"no permit ({reply.why})"
+    if cause.kind is not CauseKind.HARDWARE:
+        what = {
+            CauseKind.SHARED: "other nodes may share the cause",
+            CauseKind.LIMIT: "only a limit or an expectation of ours is missed",
+        }[cause.kind]
+        return DrainDecision(DrainOutcome.NO_PERMIT, f"{no_permit}, and {what}")
+    why = f"{no_permit}, but the hardware itself reports the failure"
+    count = fleet.recent_count
+    if count is None:
         return DrainDecision(DrainOutcome.DRAIN, why)
-    return DrainDecision(
-        DrainOutcome.NO_PERMIT, f"no permit ({permission.why}), and only a limit is exceeded"
-    )
+    cap = fleet.settings.cap(count.seen)
+    drained = f"{count.drained} nodes were drained at the last answer (gate.max_drained {cap})"
+    outcome = DrainOutcome.DRAIN if count.drained < cap else DrainOutcome.NO_PERMIT
+    return DrainDecision(outcome, f"{why}, and {drained}")
 
 
 class DrainStep(StrEnum):

@@ -215,7 +215,9 @@ def check_node(
     selector = plan.selector(stored.state.profile)
     run = run_context(plan, selector, stored, moment, on_finding)
     check_run = run_suite(plan.suite, plan.machine, run, clock, left)
-    return with_notes(replace(check_run, moment=moment), selector, stored, run)
+    return with_notes(
+        replace(check_run, moment=moment, fleet=stored.state.fleet), selector, stored, run
+    )
 
 
 def _load_state(

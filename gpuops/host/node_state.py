@@ -112,6 +112,15 @@ class OpenIncident:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCount:
+    """What the store last reported about the fleet: nodes seen in a day, and those drained."""
+
+    t_us: int
+    seen: int
+    drained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     """The file's content. ``hangs`` are those since NVML last answered, oldest first.
 
@@ -119,7 +128,7 @@ class NodeState:
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
     ``strikes``: the last answer of the store. ``incidents``: the open ones of this node, by
     `gpuops.incident.incidents.node.incident_key`. ``profile``: the name of the profile that the
-    GPUs last matched.
+    GPUs last matched. ``fleet``: the store's last answer about the fleet.
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -130,6 +139,7 @@ class NodeState:
     strikes: tuple[Strikes, ...] = ()
     incidents: Mapping[str, OpenIncident] = field(default_factory=dict)
     profile: str | None = None
+    fleet: FleetCount | None = None
 
 
 @dataclass(frozen=True, slots=True)

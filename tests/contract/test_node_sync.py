@@ -4,12 +4,12 @@ import pytest
 from support.stories import START_US, Teller, envelopes, node_incident
 
 from gpuops.errors import SchemaMismatchError, StoreUnreachableError
-from gpuops.host.node_state import Repair, Strikes
+from gpuops.host.node_state import FleetCount, Repair, Strikes
 from gpuops.model import Confidence, Entity, EntityKind
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.queries.node_queries import STRIKE_DAYS, fetch_repairs_and_strikes
+from gpuops.store.queries.node_queries import STRIKE_DAYS, fetch_node_records
 
 DAY_US = 86_400_000_000
 NOW_US = START_US + 100 * DAY_US
@@ -54,11 +54,11 @@ class History:
         return self.tell("node.repaired", payload, **more)
 
     def strikes(self, node="n1"):
-        found = fetch_repairs_and_strikes(self.url, cluster="c1", node=node, now_us=NOW_US)[1]
+        found = fetch_node_records(self.url, cluster="c1", node=node, now_us=NOW_US)[1]
         return {(item.entity_kind, item.entity_id): item.count for item in found}
 
     def repairs(self, node="n1"):
-        return fetch_repairs_and_strikes(self.url, cluster="c1", node=node, now_us=NOW_US)[0]
+        return fetch_node_records(self.url, cluster="c1", node=node, now_us=NOW_US)[0]
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -72,10 +72,9 @@ def history(request, tmp_path):
 
 
 def test_a_node_that_nobody_knows_has_nothing(history):
-    assert fetch_repairs_and_strikes(history.url, cluster="c1", node="n1", now_us=NOW_US) == (
-        (),
-        (),
-    )
+    found = fetch_node_records(history.url, cluster="c1", node="n1", now_us=NOW_US)
+
+    assert found == ((), (), FleetCount(t_us=NOW_US, seen=0, drained=0), False)
 
 
 def test_strikes_of_a_part_are_added_up(history):
@@ -83,7 +82,7 @@ def test_strikes_of_a_part_are_added_up(history):
     history.failed(days=3)
     last_us = history.failed(days=1)
 
-    (found,) = fetch_repairs_and_strikes(history.url, cluster="c1", node="n1", now_us=NOW_US)[1]
+    (found,) = fetch_node_records(history.url, cluster="c1", node="n1", now_us=NOW_US)[1]
     assert found == Strikes(
         entity_kind="gpu",
         entity_id="GPU-1",
@@ -186,6 +185,4 @@ def test_of_each_thing_the_latest_repair_is_told(history):
 
 def test_a_store_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises((StoreUnreachableError, SchemaMismatchError)):
-        fetch_repairs_and_strikes(
-            f"sqlite:///{tmp_path}/none.db", cluster="c1", node="n1", now_us=NOW_US
-        )
+        fetch_node_records(f"sqlite:///{tmp_path}/none.db", cluster="c1", node="n1", now_us=NOW_US)

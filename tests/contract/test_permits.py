@@ -3,16 +3,22 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import insert
 
 from gpuops.errors import StoreUnreachableError
 from gpuops.model import FailureClass, IncidentState
+from gpuops.store import schema
+from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
+from gpuops.store.fuse import CauseKind, FuseSettings
 from gpuops.store.migrate import upgrade_store
-from gpuops.store.permits import request_permit
+from gpuops.store.permits import DrainRequest, release_permits, request_permits
 from gpuops.store.queries import run_queries
+from gpuops.store.queries.node_queries import fetch_node_records
 
 NOW_US = 1_760_000_000_000_000
 MINUTE_US = 60_000_000
+HARDWARE, SHARED, LIMIT = CauseKind
 # Each answer is a transaction, with its syncs, and some of these tests ask for dozens.
 pytestmark = pytest.mark.quick_disk
 
@@ -27,20 +33,28 @@ def url(request, tmp_path):
     return found
 
 
-def ask(url, node, *, minute=0, **changes):
-    wanted = {
-        "cluster": "c1",
-        "check": "gpu_count",
-        "failure_class": "gpu_hw.missing",
-        "now_us": NOW_US + minute * MINUTE_US,
-        "deadline_s": 30.0,
-        **changes,
-    }
-    return request_permit(url, node=node, **wanted)
+def wanted(check="gpu_count", kind=LIMIT, failure_class=FailureClass.GPU_MISSING):
+    return DrainRequest(check=check, failure_class=failure_class, kind=kind)
 
 
-def granted(url, node, **changes):
-    return ask(url, node, **changes).granted
+def ask_all(url, node, requests, *, minute=0, now_us=NOW_US, **changes):
+    return request_permits(
+        url,
+        requests,
+        node=node,
+        cluster=changes.pop("cluster", "c1"),
+        now_us=now_us + minute * MINUTE_US,
+        deadline_s=30.0,
+        settings=FuseSettings(**changes),
+    )
+
+
+def ask(url, node, request=None, **changes):
+    return ask_all(url, node, [request or wanted()], **changes)[0]
+
+
+def granted(url, node, request=None, **changes):
+    return ask(url, node, request, **changes).granted
 
 
 def incidents(url):
@@ -48,21 +62,45 @@ def incidents(url):
         return run_queries.incidents(connection)
 
 
-def test_the_third_node_within_the_window_is_refused(url):
-    assert [granted(url, node, minute=n) for n, node in enumerate(("n1", "n2", "n3", "n4"))] == [
-        True,
-        True,
-        False,
-        False,
+def fleet_of(url, count, *, last_seen_us=NOW_US):
+    """Have *count* nodes in the store that were last seen then."""
+    cluster_id = derived_id("cluster", "c1")
+    rows = [
+        {
+            "id": derived_id("node", "c1", f"f{n}"),
+            "cluster_id": cluster_id,
+            "hostname": f"f{n}",
+            "first_seen_us": last_seen_us,
+            "last_seen_us": last_seen_us,
+        }
+        for n in range(count)
     ]
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        connection.execute(insert(schema.clusters).values(id=cluster_id, name="c1"))
+        connection.execute(insert(schema.nodes), rows)
 
 
-def test_the_limit_can_be_set(url):
-    assert [granted(url, f"n{n}", limit=2) for n in range(3)] == [True, False, False]
+@pytest.mark.parametrize(
+    ("kind", "drained"),
+    # Of 100 nodes: the fuse trips above 3, and 10 may be drained while it is tripped.
+    [(HARDWARE, 10), (SHARED, 3), (LIMIT, 3)],
+)
+def test_how_many_nodes_of_a_hundred_are_drained_for_one_check(url, kind, drained):
+    fleet_of(url, 100)
+
+    answers = [granted(url, f"f{n}", wanted(kind=kind), minute=n // 3) for n in range(15)]
+
+    assert answers == [True] * drained + [False] * (15 - drained)
+
+
+def test_nodes_that_were_not_seen_for_a_day_are_no_part_of_the_fleet(url):
+    fleet_of(url, 250, last_seen_us=NOW_US - 1441 * MINUTE_US)
+
+    assert sum(granted(url, f"f{n}") for n in range(5)) == 3
 
 
 def test_a_node_that_was_granted_is_granted_again(url):
-    for node in ("n1", "n2", "n3"):
+    for node in ("n1", "n2", "n3", "n4"):
         ask(url, node)
 
     assert granted(url, "n1", minute=1)
@@ -70,64 +108,137 @@ def test_a_node_that_was_granted_is_granted_again(url):
 
 
 def test_checks_and_clusters_have_fuses_of_their_own(url):
+    for node in ("n1", "n2", "n3", "n4"):
+        ask(url, node)
+
+    assert granted(url, "n4", wanted("gpu_xid"))
+    assert granted(url, "n4", cluster="c2")
+    assert not granted(url, "n4")
+
+
+def test_a_refused_node_counts_for_ten_minutes(url):
+    for node in ("n1", "n2", "n3"):
+        ask(url, node, nodes=1)
+    release_permits(url, cluster="c1", node="n1", before_us=NOW_US + 1)
+
+    end_us = NOW_US + 10 * MINUTE_US
+    assert not granted(url, "n4", now_us=end_us - 1, nodes=2)
+    assert granted(url, "n5", now_us=end_us, nodes=2)
+
+
+def test_nodes_that_are_drained_count_until_they_are_back(url):
+    """A wrong rule that fails a node every hour would else drain a cluster in a week."""
+    answers = [granted(url, f"n{n}", minute=60 * n) for n in range(5)]
+    assert answers == [True, True, True, False, False]
+
+    release_permits(url, cluster="c1", node="n2", before_us=NOW_US + 300 * MINUTE_US)
+
+    assert granted(url, "n6", minute=301)
+    assert not granted(url, "n7", minute=302)
+
+
+def test_a_permit_without_a_health_check_counts_for_a_week(url):
     for node in ("n1", "n2", "n3"):
         ask(url, node)
 
-    assert granted(url, "n3", check="gpu_xid")
-    assert granted(url, "n3", cluster="c2")
-    assert not granted(url, "n3")
+    assert not granted(url, "n4", minute=7 * 1440 - 1)
+    assert granted(url, "n5", minute=7 * 1440)
 
 
-@pytest.mark.parametrize(("later_us", "expected"), [(-1, False), (0, True), (1, True)])
-def test_the_window_ends_after_ten_minutes(url, later_us, expected):
-    ask(url, "n1")
-    ask(url, "n2", minute=5)
-
-    assert granted(url, "n3", now_us=NOW_US + 10 * MINUTE_US + later_us) is expected
-
-
-def test_nodes_that_were_refused_keep_the_fuse_blown_while_they_fail(url):
+def test_nodes_that_were_refused_keep_the_fuse_tripped_while_they_fail(url):
     for minute in range(0, 30, 5):
         for node in ("n1", "n2", "n3", "n4", "n5", "n6"):
             ask(url, node, minute=minute)
+    for node in ("n1", "n2", "n3"):
+        release_permits(url, cluster="c1", node=node, before_us=NOW_US + 30 * MINUTE_US)
 
     assert not granted(url, "n7", minute=29)
 
 
 def test_a_clock_that_is_far_ahead_holds_nobody_up(url):
-    ask(url, "n1", minute=100_000)
-    ask(url, "n2", minute=100_000)
+    for node in ("n1", "n2", "n3"):
+        ask(url, node, minute=100_000)
 
-    assert granted(url, "n3")
+    assert granted(url, "n4")
 
 
-def test_a_blown_fuse_is_one_incident_of_the_whole_cluster(url):
-    for node in ("n1", "n2", "n3", "n4", "n3"):
-        answer = ask(url, node, minute=1)
+def test_what_a_tripped_fuse_refuses_for_one_check_another_may_drain(url):
+    for node in ("n1", "n2", "n3", "n4"):
+        ask(url, node)
+
+    permits = ask_all(url, "n5", [wanted(), wanted("gpu_clocks")], max_drained=4)
+    above = ask_all(url, "n6", [wanted(), wanted("gpu_clocks")], max_drained=4)
+
+    assert [permit.granted for permit in permits] == [False, True]
+    assert [permit.granted for permit in above] == [False, False]
+
+
+def test_a_dead_file_server_does_not_drain_three_nodes_for_each_check_that_sees_it(url):
+    checks = [wanted("mount_alive", SHARED), wanted("mount_writable", SHARED)]
+
+    answers = [ask_all(url, f"n{n}", checks, max_drained=100) for n in range(8)]
+
+    assert [answer[-1].granted for answer in answers] == [True] * 3 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure_class", "title"),
+    [
+        (LIMIT, FailureClass.TOOL, "check gpu_count is suspect"),
+        (SHARED, FailureClass.GPU_MISSING, "a shared network, storage or switch is suspect"),
+        (HARDWARE, FailureClass.GPU_MISSING, "more faulty hardware than gate.max_drained"),
+    ],
+)
+def test_a_tripped_fuse_is_one_incident_of_the_whole_cluster(url, kind, failure_class, title):
+    for node in ("n1", "n2", "n3", "n4", "n5", "n4"):
+        answer = ask(url, node, wanted(kind=kind), minute=1)
 
     (found,) = incidents(url)
-    assert found.failure_class is FailureClass.TOOL
+    assert found.failure_class is failure_class
     assert found.state is IncidentState.OPEN
     assert found.culprits == ()
-    assert "check gpu_count is suspect" in found.title
-    assert "n1, n2, n3, n4" in found.evidence[0].text
+    assert title in found.title
+    assert "n1, n2, n3, n4, n5" in found.evidence[0].text
     assert found.id[-8:] in answer.reason
 
 
-def test_a_fuse_that_blows_again_a_day_later_is_another_incident(url):
+def test_a_fuse_that_trips_again_a_day_later_is_another_incident(url):
     for minute in (0, 1440):
-        for node in ("n1", "n2", "n3"):
+        for node in ("n1", "n2", "n3", "n4"):
             ask(url, node, minute=minute)
 
     assert len(incidents(url)) == 2
 
 
-def test_of_many_nodes_at_once_two_are_granted(url):
+def test_of_many_nodes_at_once_three_are_granted(url):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: granted(url, f"n{n}"), range(16)))
 
-    assert sum(answers) == 2
+    assert sum(answers) == 3
     assert len(incidents(url)) == 1
+
+
+def test_of_many_nodes_at_once_hardware_faults_drain_no_more_than_the_cap(url):
+    def one(n):
+        return granted(url, f"n{n}", wanted(kind=HARDWARE), max_drained=7)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, range(20)))
+
+    assert sum(answers) == 7
+
+
+def test_the_fleets_count_is_told_to_each_node(url):
+    fleet_of(url, 5)
+    for node in ("f1", "f2"):
+        ask(url, node)
+
+    def records(node):
+        return fetch_node_records(url, cluster="c1", node=node, now_us=NOW_US)
+
+    assert (records("f0").fleet.seen, records("f0").fleet.drained) == (5, 2)
+    assert records("f1").fleet.drained == 1
+    assert (records("f0").holds_permit, records("f1").holds_permit) == (False, True)
 
 
 def test_a_store_that_cannot_be_used_is_an_error(tmp_path):

@@ -16,6 +16,7 @@ from gpuops.gate.policy import DrainCause
 from gpuops.host.clock import FakeClock
 from gpuops.host.process import probe
 from gpuops.model import ActionKind, FailureClass, Finding, Status, UnknownReason
+from gpuops.store.fuse import FuseSettings
 
 pytestmark = pytest.mark.quick_disk
 
@@ -40,8 +41,7 @@ def gate(tmp_path, store_url, node="n1"):
         state_dir=tmp_path,
         uid=1,
         mode=GateMode.ENFORCE,
-        fuse_nodes=3,
-        fuse_window_s=600.0,
+        fuse=FuseSettings(),
         passes_to_resume=2,
         resumes_max_per_day=3,
         permit_deadline_s=1.0,
@@ -49,18 +49,36 @@ def gate(tmp_path, store_url, node="n1"):
 
 
 def asked(gate):
-    return start_permission_request(gate, CAUSE, FakeClock())()
+    """Return the reply about a drain for `CAUSE`."""
+    (reply,) = start_permission_request(gate, [CAUSE], FakeClock())()
+    return reply
 
 
-def test_the_third_node_is_refused_and_told_why(tmp_path):
+def test_the_fourth_node_is_refused_and_told_why(tmp_path):
     url = f"sqlite:///{tmp_path}/store.db"
     gpuops("db", "upgrade", "--store", url)
     # Of a busy test machine; a hook has a second.
-    gates = [replace(gate(tmp_path, url, n), permit_deadline_s=20.0) for n in ("n1", "n2", "n3")]
+    names = ("n1", "n2", "n3", "n4")
+    gates = [replace(gate(tmp_path, url, n), permit_deadline_s=20.0) for n in names]
     answers = [asked(item) for item in gates]
 
-    assert [answer.granted for answer in answers] == [True, True, False]
-    assert answers[2].why.startswith("3 nodes of c fail check gpu_count within 600 s (limit 3)")
+    assert [answer.granted for answer in answers] == [True, True, True, False]
+    assert answers[3].why.startswith("4 nodes of c fail check gpu_count within 600 s or are")
+
+
+def test_a_check_whose_fuse_is_tripped_does_not_hide_what_another_check_finds(tmp_path):
+    url = f"sqlite:///{tmp_path}/store.db"
+    gpuops("db", "upgrade", "--store", url)
+    for name in ("n1", "n2", "n3", "n4"):
+        asked(replace(gate(tmp_path, url, name), permit_deadline_s=20.0))
+    other = replace(CAUSE, finding=replace(CAUSE.finding, check="memory_size"))
+    last = replace(
+        gate(tmp_path, url, "n5"), permit_deadline_s=20.0, fuse=FuseSettings(max_drained=9)
+    )
+
+    replies = start_permission_request(last, [CAUSE, other], FakeClock())()
+
+    assert [reply.granted for reply in replies] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
         ({"GPUOPS_SPOOL_BYTES_MAX": "big"}, "spool.bytes_max = 'big'"),
         ({"GPUOPS_DISABLE": "maybe"}, "worker.disable = 'maybe'"),
         ({"GPUOPS_MODE": "enforced"}, "gate.mode = 'enforced'.*expected one of observe, enforce"),
-        ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*expected a number from 1 to 1024"),
+        ({"GPUOPS_FUSE_NODES": "0"}, "gate.fuse_nodes = '0'.*of nodes from 1 to 65536"),
         ({"GPUOPS_PASSES_TO_RESUME": "two"}, "gate.passes_to_resume = 'two'"),
         ({"GPUOPS_RESUMES_MAX_PER_DAY": "-1"}, "gate.resumes_max_per_day = '-1'"),
         ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800"),
@@ -139,7 +139,9 @@ def test_the_gate_only_observes_unless_it_is_told_to_enforce(tmp_path):
     told = settings(file=path, env={"GPUOPS_PERMIT_DEADLINE_S": "250ms"})
 
     assert settings().mode == "observe"
-    assert (settings().fuse_nodes, settings().passes_to_resume) == (3, 2)
+    assert (settings().fuse_nodes, settings().max_drained) == (None, None)
+    assert settings(env={"GPUOPS_MAX_DRAINED": "40"}).max_drained == 40
+    assert settings().passes_to_resume == 2
     assert settings().resumes_max_per_day == 3
     assert (settings().fuse_window_s, settings().permit_deadline_s) == (600, 1)
     assert (told.mode, told.fuse_window_s, told.profile) == ("enforce", 300, "h100")

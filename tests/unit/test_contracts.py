@@ -94,6 +94,8 @@ def test_a_finding_has_the_documented_keys():
         "message",
         "failure_class",
         "unknown_reason",
+        "hardware_reported",
+        "shared_cause",
     }
     assert finding.to_json()["entity"] == {"kind": "node", "id": "n041"}
 

@@ -230,12 +230,17 @@ def _limits(parameters: object) -> Iterator[tuple[str, CheckLimit]]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a finding is about: the check, the entity, and the unit of its number."""
+    """What a finding is about: the check, the entity, and the unit of its number.
+
+    ``hardware_reported`` and ``shared_cause``: see `Finding`.
+    """
 
     check: str
     entity: Entity
     failure_class: FailureClass
     unit: str | None = None
+    hardware_reported: bool = False
+    shared_cause: bool = False
 
     def compared(
         self,
@@ -258,6 +263,8 @@ class Subject:
             message=message,
             failure_class=None if status is Status.PASS else self.failure_class,
             unknown_reason=unknown,
+            hardware_reported=self.hardware_reported and status is Status.FAIL,
+            shared_cause=self.shared_cause and status is Status.FAIL,
         )
 
     def below(

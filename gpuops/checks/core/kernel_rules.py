@@ -39,6 +39,7 @@ class RuleHits:
     last_us: int
     line: str
     faded: bool = False
+    hardware_reported: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ def _hits(subject: str | None, tally: _Tally, now_us: int) -> RuleHits:
         last_us=tally.last_us,
         line=tally.line,
         faded=faded,
+        hardware_reported=rule.hardware_reported,
     )
 
 

@@ -15,7 +15,7 @@ from gpuops.checks.core.probes import ProbeResult, ProfileChooser, by_probe, col
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.clock import Clock
-from gpuops.host.node_state import BootMoment
+from gpuops.host.node_state import BootMoment, FleetCount
 from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import from_json
 from gpuops.model import Finding, Json, Status, UnknownReason
@@ -40,7 +40,8 @@ class CheckRun:
 
     ``counters``: what the next run compares with (`gpuops.checks.core.check.Check.counters`).
     ``profile``: the name of the profile applied. ``facts``: those of each probe that succeeded, by
-    its name. ``moment``: the run's start; None if a recording was judged.
+    its name. ``moment``: the run's start; None if a recording was judged. ``fleet``: what the
+    node's file has about the fleet.
     """
 
     suite: str
@@ -54,6 +55,7 @@ class CheckRun:
     profile: str = "none"
     facts: Mapping[str, Any] = field(default_factory=dict)
     moment: BootMoment | None = None
+    fleet: FleetCount | None = None
 
     @property
     def verdict(self) -> Status:

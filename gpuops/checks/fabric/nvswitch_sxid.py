@@ -98,7 +98,9 @@ def _finding(
         text += (
             f"; counts until a reboot, the driver's reload or `gpuops repair {node.id} --what TEXT`"
         )
-    subject = Subject("nvswitch_sxid", entity, FailureClass.GPU_NVSWITCH, "SXid")
+    subject = Subject(
+        "nvswitch_sxid", entity, FailureClass.GPU_NVSWITCH, "SXid", hardware_reported=True
+    )
     kind = worst.kind
     return subject.compared(status, kind.code, "none that is fatal", kind.source, text)
 

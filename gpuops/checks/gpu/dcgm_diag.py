@@ -89,7 +89,9 @@ def _status(result: DcgmResult, error: DcgmError | None) -> Status:
 def _finding(
     context: JudgeContext, status: Status, result: DcgmResult, error: DcgmError | None
 ) -> Finding:
-    subject = Subject("dcgm_diag", context.node, FailureClass.GPU_DIAGNOSTIC)
+    subject = Subject(
+        "dcgm_diag", context.node, FailureClass.GPU_DIAGNOSTIC, hardware_reported=True
+    )
     text = f"{result.entity}, test {result.test}: {(error and error.text) or 'no reason given'}"
     if error is None or error.code is None:
         return subject.compared(status, result.status, "pass", _SOURCE, text)

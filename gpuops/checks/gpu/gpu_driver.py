@@ -110,6 +110,7 @@ def _refused(facts: Gpus, expected: NumberExpectation | None) -> GpuVerdict:
         unit="NVML code",
         threshold="NVML starts",
         failure_class=FailureClass.GPU_DRIVER,
+        hardware_reported=code in _FAULTS and loaded,
     )
 
 
@@ -150,6 +151,7 @@ def _verdict(
         unit="calls without an answer",
         threshold="< 2",
         failure_class=FailureClass.GPU_DRIVER_HANG,
+        hardware_reported=in_kernel,
     )
 
 

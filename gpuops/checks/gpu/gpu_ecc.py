@@ -71,6 +71,7 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
                 unit="flag",
                 threshold="= 0",
                 failure_class=FailureClass.GPU_ECC_UNCORRECTABLE,
+                hardware_reported=True,
             )
         )
     return verdicts

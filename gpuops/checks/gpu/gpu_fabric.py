@@ -138,6 +138,7 @@ def _bad(message: str, value: float | str, status: Status = Status.FAIL) -> GpuV
         value=value,
         threshold="completed, success, healthy",
         failure_class=FailureClass.GPU_FABRIC,
+        hardware_reported=True,
     )
 
 

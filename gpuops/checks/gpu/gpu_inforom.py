@@ -26,6 +26,7 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
             value="corrupt",
             threshold="= valid",
             failure_class=FailureClass.GPU_INFOROM,
+            hardware_reported=True,
         )
     return NotReported() if gpu.inforom_valid is None else ()
 

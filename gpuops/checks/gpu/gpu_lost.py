@@ -91,6 +91,7 @@ def _fault(code: int, how: str) -> GpuVerdict:
         unit="NVML code",
         threshold="NVML opens each GPU",
         failure_class=failure_class,
+        hardware_reported=True,
     )
 
 

@@ -29,7 +29,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
 
 def _lost(gpu: PciGpu, uuids: dict[str, str]) -> Finding:
     entity = Entity(EntityKind.GPU, uuids.get(gpu.address, f"PCI:{gpu.address}"))
-    subject = Subject("gpu_pci", entity, FailureClass.GPU_FELL_OFF_BUS)
+    subject = Subject("gpu_pci", entity, FailureClass.GPU_FELL_OFF_BUS, hardware_reported=True)
     text = f"{gpu.address} no longer responds on the PCI bus: it has fallen off"
     source = "PCIe (reads as all ones)"
     return subject.compared(Status.FAIL, "0xffff", "vendor 0x10de", source, text)

@@ -52,6 +52,7 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
         unit="recovery action",
         threshold="= 0 (none)",
         failure_class=failure_class,
+        hardware_reported=True,
     )
 
 

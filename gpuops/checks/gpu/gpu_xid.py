@@ -170,6 +170,7 @@ def _finding(gpu: _Gpu, parameters: Parameters, context: JudgeContext) -> Findin
         source=worst.kind.source,
         message=text,
         failure_class=_failure_class(gpu, status),
+        hardware_reported=status is Status.FAIL,
     )
 
 

@@ -46,6 +46,7 @@ class GpuVerdict:
     source: str | None = "nvml"
     failure_class: FailureClass | None = None
     unknown_reason: UnknownReason | None = None
+    hardware_reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ def beyond(
 ) -> list[GpuVerdict]:
     """Return a verdict if *value* is at *limit* or above, else nothing.
 
-    Without a *unit* the value is a flag of the driver's: 1 if it is set.
+    Without a *unit* the value is a flag of the driver's: 1 if it is set. A flag, and a count of
+    errors whose first one fails, is the hardware's own report; what other limits judge is not.
     """
     status = limit.ceiling(value)
     if status is Status.PASS:
@@ -124,6 +126,7 @@ def beyond(
             threshold=limit.text("<", unit),
             source=limit.source,
             failure_class=failure_class,
+            hardware_reported=value >= 1 and limit.fail == 1 and unit in {"", "errors"},
         )
     ]
 
@@ -265,6 +268,7 @@ def finding(check: str, entity: Entity, verdict: GpuVerdict, gpu: NvmlGpu | None
         message=verdict.message if gpu is None else f"GPU {gpu.index}: {verdict.message}",
         failure_class=verdict.failure_class,
         unknown_reason=verdict.unknown_reason,
+        hardware_reported=verdict.hardware_reported and verdict.status is Status.FAIL,
     )
 
 

@@ -55,7 +55,9 @@ def _uncorrected(
         growth = context.counters.since(_name(controller, "uncorrected"), count)
         count = 0 if growth is None else growth.grown
     text = f"{controller.name}: {count:g} uncorrected memory errors{_where(controller)}"
-    return replace(subject, unit="errors").below(limit, count, text)
+    # The first such error is the memory's own report; no number of ours judged it.
+    about = replace(subject, unit="errors", hardware_reported=count >= 1 and limit.fail == 1)
+    return about.below(limit, count, text)
 
 
 def _repaired(context: JudgeContext) -> bool:

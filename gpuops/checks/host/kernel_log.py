@@ -59,6 +59,7 @@ def _finding(hits: RuleHits, node: Entity) -> Finding:
         source=hits.reference,
         message=f"{hits.rule}{about}, {when}: {hits.line}",
         failure_class=FailureClass(hits.failure_class),
+        hardware_reported=hits.hardware_reported and hits.status == Status.FAIL.word,
     )
 
 

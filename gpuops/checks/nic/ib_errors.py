@@ -47,7 +47,7 @@ def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> li
 
     One more names the counters that are saturated, and so cannot be judged.
     """
-    subject = Subject("ib_errors", context.node, FailureClass.NETWORK_ERRORS)
+    subject = Subject("ib_errors", context.node, FailureClass.NETWORK_ERRORS, shared_cause=True)
     if not facts.ports:
         return [skipped(subject, "no RDMA network adapter")]
     findings, compared, full = list[Finding](), 0, list[str]()

@@ -46,7 +46,11 @@ def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> li
     If fewer do, the node fails, and so does each bad port if there are no spare adapters.
     Without a ``nic_count`` a bad port warns, unless its driver disabled it.
     """
-    subject = Subject("ib_ports", context.node, FailureClass.NETWORK_PORT, "adapters")
+    # Adapters that are there and have no link: their switch may be down, which others share.
+    linkless = sum(not port.is_active for port in facts.ports) > 0
+    subject = Subject(
+        "ib_ports", context.node, FailureClass.NETWORK_PORT, "adapters", shared_cause=linkless
+    )
     expected, rate = context.profile.nic_count, context.profile.nic_rate_gbs
     if not facts.ports and not expected:
         return [skipped(subject, "no RDMA network adapter")]
@@ -100,7 +104,7 @@ def _is_good(port: Port, rate: NumberExpectation | None) -> bool:
 
 def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding:
     link = port.link_layer or "link"
-    subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_PORT)
+    subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_PORT, shared_cause=True)
     if not port.is_active:
         text = f"{port.name}: {link} is {port.state or 'in an unknown state'},"
         text += f" physically {port.phys_state or 'unknown'}"
@@ -130,7 +134,9 @@ def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:
 def _downs(ports: Iterable[Port], limit: CheckLimit, context: JudgeContext) -> list[Finding]:
     findings = []
     for port in ports:
-        subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_FLAP, "times")
+        subject = Subject(
+            "ib_ports", nic(port), FailureClass.NETWORK_FLAP, "times", shared_cause=True
+        )
         for name in DOWNS:
             value = port.counters.get(name)
             if value is None:

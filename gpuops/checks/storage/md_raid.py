@@ -46,7 +46,8 @@ def _problem(array: Array) -> Finding | None:
 
 def _finding(array: Array, status: Status, threshold: str, message: str) -> Finding:
     text = f"{array.name} ({array.level or 'no level'}) {message}"
-    subject = Subject("md_raid", Entity(EntityKind.DISK, array.name), FailureClass.HOST_DISK)
+    entity = Entity(EntityKind.DISK, array.name)
+    subject = Subject("md_raid", entity, FailureClass.HOST_DISK, hardware_reported=True)
     return subject.compared(status, array.state, threshold, "kernel (mdstat)", text)
 
 

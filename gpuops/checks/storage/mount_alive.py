@@ -84,7 +84,8 @@ def mount_class(answer: MountAnswer) -> FailureClass:
 
 
 def _timed(entity: Entity, answer: MountAnswer, parameters: Parameters, message: str) -> Finding:
-    subject = Subject("mount_alive", entity, mount_class(answer), unit="s")
+    is_shared = answer.mount.is_network
+    subject = Subject("mount_alive", entity, mount_class(answer), unit="s", shared_cause=is_shared)
     return subject.below(parameters.answer_s, answer.elapsed_s, message, digits=3, unit="s")
 
 
@@ -98,6 +99,7 @@ def _finding(
         message=message,
         source=None if failure_class is None else "kernel (statvfs)",
         failure_class=failure_class,
+        shared_cause=status is Status.FAIL and failure_class is FailureClass.STORAGE_SHARED_FS,
     )
 
 

@@ -59,7 +59,7 @@ def _plain(point: str) -> str:
 
 def _missing(point: str, status: Status, source: str) -> Finding:
     entity = Entity(EntityKind.MOUNT, _plain(point))
-    subject = Subject("mount_state", entity, FailureClass.STORAGE_SHARED_FS)
+    subject = Subject("mount_state", entity, FailureClass.STORAGE_SHARED_FS, shared_cause=True)
     text = f"nothing is mounted on {point}"
     return subject.compared(status, "not mounted", "mounted", source, text)
 

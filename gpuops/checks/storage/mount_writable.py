@@ -43,7 +43,9 @@ def judge(facts: Writes, parameters: Parameters, context: JudgeContext) -> list[
 
 def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
     entity = Entity(EntityKind.MOUNT, answer.path)
-    subject = Subject("mount_writable", entity, FailureClass.STORAGE_SHARED_FS, "s")
+    subject = Subject(
+        "mount_writable", entity, FailureClass.STORAGE_SHARED_FS, "s", shared_cause=True
+    )
     if answer.silent is not None:
         return Finding(
             check="mount_writable",
@@ -53,6 +55,7 @@ def _judged(answer: WriteAnswer, parameters: Parameters) -> Finding:
             message=f"writing in {answer.path} {answer.silent}",
             failure_class=FailureClass.STORAGE_SHARED_FS,
             unknown_reason=None if answer.stuck else UnknownReason.TIMEOUT,
+            shared_cause=answer.stuck,
         )
     if answer.error is not None:
         denied = answer.error in _NOT_ALLOWED

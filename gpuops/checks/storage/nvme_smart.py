@@ -1,7 +1,7 @@
 """Are the NVMe drives present and healthy, as they report it?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -65,7 +65,7 @@ def _drive(drive: NvmeDrive, parameters: Parameters, context: JudgeContext) -> l
     if drive.state not in {None, "live"}:
         status = Status.WARN if drive.state in _STARTING else Status.FAIL
         findings.append(
-            _finding(drive, status, drive.state, "live", "kernel (sysfs)", f"is {drive.state}")
+            _reported(drive, status, drive.state, "live", "kernel (sysfs)", f"is {drive.state}")
         )
     if drive.trouble is not None:
         text = f"its log could not be read: {drive.trouble}"
@@ -83,7 +83,7 @@ def _critical(drive: NvmeDrive, mask: int) -> Finding:
     warnings = [text for bit, text in _WARNINGS.items() if mask >> bit & 1] or [f"mask {mask:#x}"]
     status = Status.WARN if mask == _TEMPERATURE else Status.FAIL
     text = f"warns: {', '.join(warnings)}"
-    return _finding(drive, status, mask, "= 0", _SPECIFICATION, text)
+    return _reported(drive, status, mask, "= 0", _SPECIFICATION, text)
 
 
 def _media_errors(drive: NvmeDrive, limit: CheckLimit, context: JudgeContext) -> list[Finding]:
@@ -108,6 +108,19 @@ def _finding(
     text = f"{drive.name} ({drive.model or 'no model'}) {message}"
     subject = Subject("nvme_smart", Entity(EntityKind.DISK, drive.serial), FailureClass.HOST_DISK)
     return subject.compared(status, value, threshold, source, text)
+
+
+def _reported(
+    drive: NvmeDrive,
+    status: Status,
+    value: float | str | None,
+    threshold: str,
+    source: str,
+    message: str,
+) -> Finding:
+    """Return the finding about what the drive or the kernel reports as a fault."""
+    found = _finding(drive, status, value, threshold, source, message)
+    return replace(found, hardware_reported=status is Status.FAIL)
 
 
 def _name(drive: NvmeDrive) -> str:

@@ -7,16 +7,17 @@ A strike counts for 28 days, the window in which Meta's lemon detection sums a n
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, Select, Table, and_, func, select
 
 from gpuops.errors import UsageError
-from gpuops.host.node_state import Repair, Strikes
+from gpuops.host.node_state import FleetCount, Repair, Strikes
 from gpuops.model import Entity, EntityKind, Incident, IncidentState
 from gpuops.store import schema
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
+from gpuops.store.queries.fleet_queries import held_permits, nodes_seen
 from gpuops.units import US_PER_S
 
 FINDING_DAYS = 7
@@ -333,10 +334,19 @@ def _failed_attempts(connection: Connection, node_id: str) -> tuple[FailedAttemp
     return tuple(FailedAttemptRow(**row) for row in connection.execute(query).mappings())
 
 
-def fetch_repairs_and_strikes(
+class NodeRecords(NamedTuple):
+    """What a check needs of the store. ``holds_permit``: the node was permitted to be drained."""
+
+    repairs: tuple[Repair, ...]
+    strikes: tuple[Strikes, ...]
+    fleet: FleetCount
+    holds_permit: bool
+
+
+def fetch_node_records(
     url: str, *, cluster: str, node: str, now_us: int, deadline_s: float = FETCH_DEADLINE_S
-) -> tuple[tuple[Repair, ...], tuple[Strikes, ...]]:
-    """Return the repairs of *node*, and the strikes against it and the parts last seen in it.
+) -> NodeRecords:
+    """Return the repairs of *node*, the strikes against it and its parts, and the fleet's size.
 
     Only the latest repair of each entity; both newest first.
 
@@ -345,8 +355,17 @@ def fetch_repairs_and_strikes(
     """
     with open_store(url, mode="read", deadline_s=deadline_s) as store, store.begin() as connection:
         node_id = derived_id("node", cluster, node)
-        repairs = latest_repairs(connection, node_id)
-        return repairs, count_strikes(node_strikes(connection, node_id, now_us=now_us))
+        held = held_permits(connection, cluster, now_us)
+        return NodeRecords(
+            latest_repairs(connection, node_id),
+            count_strikes(node_strikes(connection, node_id, now_us=now_us)),
+            FleetCount(
+                t_us=now_us,
+                seen=nodes_seen(connection, cluster, now_us),
+                drained=len(held - {node}),
+            ),
+            node in held,
+        )
 
 
 def latest_repairs(connection: Connection, node_id: str) -> tuple[Repair, ...]:

@@ -5,20 +5,29 @@ import os
 import pytest
 from support.stories import Teller, envelopes, node_incident
 
+from gpuops.gate.drain import DrainRecord, write_drain
 from gpuops.gate.node_state import read_state
 from gpuops.gate.permit import sync_from_store
 from gpuops.gate.record import acknowledge
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import Repair
+from gpuops.model import FailureClass
 from gpuops.store.engine import open_store
+from gpuops.store.fuse import CauseKind
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.permits import DrainRequest, request_permits
+from gpuops.store.queries.node_queries import fetch_node_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 UID = os.geteuid()
 NOW_US = SystemClock().now_us()
 OWN = Repair(entity_kind="gpu", entity_id="GPU-2", t_us=NOW_US, by="ada", what="reseated")
+
+DRAIN = DrainRecord(
+    id="d1", node="n1", hook="health", reason="x", check="x", failure_class="x", t_us=NOW_US
+)
 
 
 @pytest.fixture
@@ -58,6 +67,21 @@ def test_repairs_and_strikes_come_into_the_nodes_file_besides_its_own(url, state
     state = read_state(state_dir, UID)
     assert [(item.entity_id, item.count) for item in state.strikes] == [("GPU-1", 1)]
     assert [item.entity_id for item in state.repairs] == ["GPU-2", "n1"]
+    assert (state.fleet.seen, state.fleet.drained) == (0, 0)
+
+
+@pytest.mark.parametrize(("is_drained", "answer"), [(True, True), (False, False)])
+def test_a_node_that_is_back_gives_its_permit_back(url, state_dir, is_drained, answer):
+    request = DrainRequest(check="x", failure_class=FailureClass.GPU_MISSING, kind=CauseKind.LIMIT)
+    asked_us = NOW_US - 600_000_000
+    request_permits(url, [request], cluster="c1", node="n1", now_us=asked_us, deadline_s=20.0)
+    if is_drained:
+        write_drain(state_dir, DRAIN)
+
+    assert synced(url, state_dir) is None
+
+    found = fetch_node_records(url, cluster="c1", node="n1", now_us=NOW_US)
+    assert found.holds_permit is answer
 
 
 def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path, state_dir):

@@ -19,6 +19,7 @@ from gpuops.gate.policy import DrainDecision, DrainOutcome
 from gpuops.host.clock import FakeClock
 from gpuops.host.node_state import Repair
 from gpuops.model import FailureClass, Finding, Status
+from gpuops.store.fuse import FuseSettings
 
 DRAIN = DrainRecord(
     id="d1",
@@ -48,8 +49,7 @@ class Node:
             state_dir=folder,
             uid=UID,
             mode=GateMode.ENFORCE,
-            fuse_nodes=3,
-            fuse_window_s=600.0,
+            fuse=FuseSettings(),
             passes_to_resume=2,
             resumes_max_per_day=3,
             permit_deadline_s=1.0,

@@ -1,0 +1,34 @@
+"""Counts of the fleet, by which the fuse decides (`gpuops.store.permits`)."""
+
+from sqlalchemy import Connection, func, select
+
+from gpuops.store import coordination, schema
+from gpuops.store.fuse import HELD_S, SEEN_S
+from gpuops.units import US_PER_S
+
+_DAY_US = 86_400 * US_PER_S
+
+
+def nodes_seen(connection: Connection, cluster: str, now_us: int) -> int:
+    """Return how many nodes of *cluster* have events of the last `SEEN_S`."""
+    node, since_us = schema.nodes.c, now_us - round(SEEN_S * US_PER_S)
+    query = (
+        select(func.count(node.hostname.distinct()))
+        .join(schema.clusters, schema.clusters.c.id == node.cluster_id)
+        .where(schema.clusters.c.name == cluster, node.last_seen_us > since_us)
+    )
+    return int(connection.execute(query).scalar_one())
+
+
+def held_permits(connection: Connection, cluster: str, now_us: int) -> frozenset[str]:
+    """Return the nodes of *cluster* that gpuops drained in the last `HELD_S` and that are not back.
+
+    A clock may be ahead: permits from more than a day in the future do not count.
+    """
+    permit = coordination.drain_permits.c
+    query = (
+        select(permit.node)
+        .where(permit.cluster == cluster, permit.granted)
+        .where(permit.t_us > now_us - round(HELD_S * US_PER_S), permit.t_us < now_us + _DAY_US)
+    )
+    return frozenset(connection.execute(query).scalars())

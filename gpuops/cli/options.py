@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +37,28 @@ def settings_of(
         check_file=partial(refuse_foreign_file, uid=uid),
         on_error=on_error,
     )
+
+
+class OutputFile(click.Path):
+    """A file to write: a path that exists and is no regular file, as a link, is a usage error.
+
+    The new file takes the place of the old one: as root, ``/dev/null`` would become a file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 click's signature
+        """Return the path of *value*."""
+        path: Any = super().convert(value, param, ctx)
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            return path  # it is not there, or writing it reports the error
+        if not stat.S_ISREG(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+            self.fail(f"{path} is {kind} and would be replaced; name a regular file", param, ctx)
+        return path
 
 
 OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]

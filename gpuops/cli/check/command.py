@@ -14,7 +14,7 @@ import click
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request, for_recording, read_recording
 from gpuops.cli.check.text import findings_table, nagios_line, suite_list
-from gpuops.cli.options import json_option, settings_of
+from gpuops.cli.options import OutputFile, json_option, settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.record import CheckOccasion, record_check_run, record_options
@@ -72,7 +72,7 @@ _NAGIOS_EXIT_CODES = {
     "--jsonl", "as_jsonl", is_flag=True, help="Print one JSON object a line, as they come."
 )
 @click.option("--nagios", is_flag=True, help="Print one line; exit 0/1/2/3 as Nagios wants it.")
-@click.option("--prom", metavar="FILE", type=_FILE, help="Also write a Prometheus textfile.")
+@click.option("--prom", metavar="FILE", type=OutputFile(), help="Also write a Prometheus textfile.")
 @click.option("--no-record", is_flag=True, help="Do not record the result.")
 @click.option(
     "--list", "as_list", is_flag=True, help="Show the suites, and the limits of this one."

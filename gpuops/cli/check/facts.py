@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from gpuops.cli.check.request import build_request
-from gpuops.cli.options import settings_of
+from gpuops.cli.options import OutputFile, settings_of
 from gpuops.config.resolve import environ
 from gpuops.errors import EXIT_OK, UsageError
 from gpuops.gate.session import make_plan, record_facts
@@ -26,7 +26,7 @@ from gpuops.log import printable
 @click.option(
     "--out",
     metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Output file (mode 0600); default: standard output.",
 )
 @click.pass_context

@@ -1,6 +1,8 @@
 """The textfile is what Prometheus reads, whatever the findings say."""
 
+import os
 import shutil
+import socket
 import subprocess
 
 import pytest
@@ -12,6 +14,7 @@ from support.services import unavailable
 
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import metrics
+from gpuops.cli.main import run_command
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 LABELS = ("suite", "check", "entity_kind", "entity_id")
@@ -89,3 +92,27 @@ def test_promtool_finds_nothing_wrong():
     )
 
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "words", [["check", "--no-record", "--only=load", "--prom"], ["facts", "--out"]]
+)
+@pytest.mark.parametrize("kind", ["fifo", "link", "socket"])
+def test_a_target_that_is_no_regular_file_is_refused_and_stays(tmp_path, capfd, words, kind):
+    """/dev/null was replaced by a file, which a test must not try."""
+    path = tmp_path / "target"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    before = path.lstat()
+
+    assert run_command([*words, str(path)]) == 64
+    assert (
+        f"{path} is {'a link' if kind == 'link' else 'no regular file'}" in capfd.readouterr().err
+    )
+    assert path.lstat() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -124,6 +124,12 @@ def _state_dir(env: Mapping[str, str], is_root: bool) -> Path:
     return Path(home) / "gpuops"
 
 
+def state_dir_of(env: Mapping[str, str], *, is_root: bool) -> Path:
+    """Return the state directory by *env* alone, for a process that reads no configuration file."""
+    given = env.get("GPUOPS_STATE")
+    return Path(given) if given else _state_dir(env, is_root)
+
+
 def _default_store(env: Mapping[str, str], is_root: bool) -> str:
     return f"sqlite:///{quote(str(_state_dir(env, is_root) / 'gpuops.db'))}"
 

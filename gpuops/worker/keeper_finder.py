@@ -28,6 +28,7 @@ from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
 from gpuops.checkpoint.storage.address import check_address
 from gpuops.checkpoint.types import CheckpointError, KeeperError
+from gpuops.config.resolve import state_dir_of
 from gpuops.host.trust import why_not_ours
 from gpuops.worker.ranks import RankContext, has_process_group
 
@@ -284,13 +285,24 @@ def _connect_to(
 
 
 def standalone_folder(env: Mapping[str, str], directory: str) -> Path:
-    """Return the private folder of the keeper that saves into *directory* from this node."""
-    session = env.get("XDG_RUNTIME_DIR", "")
-    private = Path(session) / "gpuops" if session.startswith("/") else None
-    parent = private or Path(tempfile.gettempdir()) / f"gpuops-{os.geteuid()}"
+    """Return the private folder of the keeper that saves into *directory* from this node.
+
+    All ranks of this user on the node get the same one. It is in the state directory where another
+    user has created the folder in the temporary directory, as anyone may.
+    """
+    uid, session = os.geteuid(), env.get("XDG_RUNTIME_DIR", "")
+    parents = [Path(session) / "gpuops"] if session.startswith("/") else []
+    parents.append(Path(tempfile.gettempdir()) / f"gpuops-{uid}")
+    fallback = state_dir_of(env, is_root=uid == 0) / "keepers"
+    parent = next((path for path in parents if _is_ours(path)), fallback)
     text = f"{socket.gethostname()}\0{directory}"
     name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
     return parent / "own-keepers" / name
+
+
+def _is_ours(path: Path) -> bool:
+    """Create *path* in a folder that exists; return whether only this user can write into it."""
+    return path.parent.is_dir() and why_not_ours(path, private=True) is None
 
 
 def _start_standalone(folder: Path, directory: str) -> StandaloneKeeper:

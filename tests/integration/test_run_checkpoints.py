@@ -316,6 +316,32 @@ def test_switched_off_there_is_no_keeper(tmp_path):
     assert run.payloads("checkpoint.keeper") == []
 
 
+def test_a_folder_that_another_user_made_first_takes_no_states_away(tmp_path):
+    """The exploit: ``mkdir /tmp/gpuops-UID``; the run ended with 0 and nothing had persisted."""
+    taken = tmp_path / "tmp" / f"gpuops-{os.geteuid()}"
+    taken.mkdir(parents=True)
+    taken.chmod(0o777)
+    directory, env = tmp_path / "ckpt", {"TMPDIR": str(taken.parent), "XDG_RUNTIME_DIR": ""}
+    env["PYTHONNOUSERSITE"] = "1"  # so that it starts anew: a warm Python knows another TMPDIR
+    with Training(tmp_path, CALM, flags=(f"--ckpt-dir={directory}",), env=env, steps=6) as run:
+        run.finished()
+
+    assert list(directory.glob("*/manifest.json"))
+    assert f"other users may write {taken}" in run.err.read_text()
+
+
+def test_a_run_that_cannot_persist_where_it_should_does_not_start(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys; sys.modules['xxhash'] = None")
+    flags, env = (f"--ckpt-dir={tmp_path / 'ckpt'}",), {"PYTHONPATH": str(tmp_path / "site")}
+    with Training(tmp_path / "run", flags=flags, env=env) as run:
+        assert run.finish(LIMIT_S) == 64
+
+    assert run.lines() == []
+    (line,) = run.err.read_text().splitlines()
+    assert "ckpt: the Python modules xxhash are missing; install them, or run without" in line
+
+
 def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
     """At launch where the agent knows the directory, else as soon as a worker names it."""
     directory = tmp_path / "ckpt"

@@ -8,12 +8,14 @@ separates two living agents that were started with the same command.
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,10 +31,12 @@ from gpuops.checkpoint.keeper.connection import LOCK_NAME, SOCKET_NAME
 from gpuops.checkpoint.placement.domains import DomainPath, read_domains
 from gpuops.checkpoint.types import KeeperError
 from gpuops.config.schema import is_domain_file
-from gpuops.errors import ConfigError, GpuopsError
+from gpuops.errors import ConfigError, GpuopsError, UsageError
 from gpuops.host.clock import Clock
 from gpuops.slurm import topology
 from gpuops.units import US_PER_S
+
+log = logging.getLogger(__name__)
 
 LOCK = "agent.lock"
 # How long the folder, with its log, of a keeper that was killed or has lost its lease is kept.
@@ -69,15 +73,22 @@ class FolderError(GpuopsError):
 
 @dataclass(slots=True)
 class KeeperFolder:
-    """A folder that this agent holds the lock of."""
+    """A folder that this agent holds the lock of.
+
+    ``problems``: why other folders were not taken; ``made``: the parent that is for it alone.
+    """
 
     path: Path
     lock: int
+    problems: tuple[str, ...] = ()
+    made: Path | None = None
 
     def release(self, *, remove: bool) -> None:
         """Release the lock; *remove* the folder where the next agent does not need it."""
         if remove:
             _remove(self.path)
+            if self.made is not None:
+                shutil.rmtree(self.made, ignore_errors=True)
         os.close(self.lock)
 
 
@@ -112,9 +123,27 @@ def runtime_parents(env: Mapping[str, str], temporary: Path, uid: int) -> list[P
     return [*found, temporary / f"gpuops-{uid}"]
 
 
+def keeper_parents(job: "CheckpointJob") -> Iterator[Path]:
+    """Yield the parents of such folders, the best first.
+
+    Anyone may create ``/tmp/gpuops-UID`` first. The state directory may be shared by nodes.
+    """
+    yield from runtime_parents(job.env, job.temporary, job.uid)
+    with suppress(OSError):
+        job.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    yield job.state_dir / f"keepers-{job.node.replace('/', '_')}"
+
+
 def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
-    """Remove the folders of keepers that are gone and were not used for `KEPT_S`."""
+    """Remove the folders of keepers that are gone and were not used for `KEPT_S`.
+
+    A parent of another user, or a link, is left alone: it may lead to any folder of this user.
+    """
     for parent in parents:
+        if _why_foreign(parent, uid, private=False) or _why_foreign(
+            parent / "keepers", uid, private=True
+        ):
+            continue
         with suppress(OSError):
             for path in list((parent / "keepers").iterdir()):
                 if now_s - path.stat().st_mtime < KEPT_S or _is_held(path / LOCK_NAME):
@@ -124,13 +153,18 @@ def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
                     folder.release(remove=True)
 
 
-def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
+def take_folder(
+    parents: Iterable[Path], key: str, uid: int, temporary: Path | None = None
+) -> KeeperFolder:
     """Return the folder of *key*, locked; one that has a keeper is preferred to a new one.
 
+    Where none of *parents* serves, it is in a new folder in *temporary*: an agent that follows this
+    one does not find it, nor the keeper in it.
+
     Raises:
-        FolderError: None of *parents* can be created and is private to this user.
+        FolderError: None of them can be created and is private to this user.
     """
-    problems = []
+    problems: list[str] = []
     for parent in parents:
         base = parent / "keepers"
         problem = _why_not(parent, uid, private=False) or _why_not(base, uid, private=True)
@@ -139,9 +173,15 @@ def take_folder(parents: Iterable[Path], key: str, uid: int) -> KeeperFolder:
                 for number in range(SAME_COMMAND_MAX):
                     folder = _locked(base / f"{key}-{number}", uid, must_exist=must_exist)
                     if folder is not None:
-                        return folder
+                        return replace(folder, problems=tuple(problems))
             problem = f"{SAME_COMMAND_MAX} agents of this command are running in {base}"
         problems.append(problem)
+    if temporary is not None:
+        try:
+            made = Path(tempfile.mkdtemp(prefix=f"gpuops-{uid}-", dir=temporary))
+            return replace(take_folder([made], key, uid), problems=tuple(problems), made=made)
+        except OSError as exc:
+            problems.append(f"{temporary}: {exc.strerror}")
     raise FolderError("; ".join(problems) or "there is no folder for it")
 
 
@@ -149,6 +189,14 @@ def _why_not(path: Path, uid: int, *, private: bool) -> str | None:
     """Create *path* if it is missing; return why it cannot be trusted, None where it can."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        return f"{path}: {exc.strerror}"
+    return _why_foreign(path, uid, private=private)
+
+
+def _why_foreign(path: Path, uid: int, *, private: bool) -> str | None:
+    """Return why *path* cannot be trusted, None where it can; nothing is created."""
+    try:
         found = path.lstat()
     except OSError as exc:
         return f"{path}: {exc.strerror}"
@@ -206,7 +254,10 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointJob:
-    """The job of this agent and its environment; ``name`` is the same on all nodes of the run."""
+    """The job of this agent and its environment; ``name`` is the same on all nodes of the run.
+
+    ``temporary``: the folder for temporary files; ``state_dir``: gpuops' own files of this user.
+    """
 
     request: RunRequest
     name: str
@@ -214,6 +265,38 @@ class CheckpointJob:
     node: str
     cwd: str
     uid: int
+    temporary: Path
+    state_dir: Path
+
+
+def check_can_persist(job: CheckpointJob) -> None:
+    """Check that the states of *job* can persist, if it names a directory for them.
+
+    Raises:
+        UsageError: They cannot: modules are missing, or no folder is private enough for a keeper.
+    """
+    plan = job.request.plan.checkpoints
+    if plan.directory is None or not plan.in_memory:
+        return
+    problem, remedy = "", "make one of these folders yours (chmod 700)"
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        problem = f"the Python modules {' and '.join(missing)} are missing"
+        remedy = "install them"
+    else:
+        try:
+            folder = take_folder(keeper_parents(job), _key(job), job.uid, job.temporary)
+            folder.release(remove=not (folder.path / SOCKET_NAME).exists())
+        except FolderError as exc:
+            problem = f"no folder is private enough for the process that holds states: {exc}"
+    if problem:
+        raise UsageError(
+            f"checkpoints cannot persist in {plan.directory}: {problem}; {remedy}, or run without "
+            "--ckpt-dir (checkpoint.dir)"
+        )
+
+
+def _key(job: CheckpointJob) -> str:
+    return keeper_key(job.request, job.env, node=job.node, cwd=job.cwd)
 
 
 def start_keeper(
@@ -256,14 +339,15 @@ def checkpoints_of(
     plan = job.request.plan.checkpoints
     if not plan.in_memory or any(find_spec(name) is None for name in NEEDED):
         return CheckpointService(plan.directory)
-    key = keeper_key(job.request, job.env, node=job.node, cwd=job.cwd)
-    parents = runtime_parents(job.env, Path(tempfile.gettempdir()), job.uid)
-    sweep(parents, job.uid, clock.now_us() / US_PER_S)
+    usual = runtime_parents(job.env, job.temporary, job.uid)
+    sweep(usual, job.uid, clock.now_us() / US_PER_S)
     try:
-        folder = take_folder(parents, key, job.uid)
+        folder = take_folder(keeper_parents(job), _key(job), job.uid, job.temporary)
     except FolderError as exc:
         record.failed("creating a folder for the keeper of the checkpoints", exc)
         return CheckpointService(plan.directory)
+    if folder.path.parent.parent not in usual:
+        log.warning("the keeper is in %s: %s", folder.path, "; ".join(folder.problems))
     return KeeperSupervisor(
         partial(start_keeper, folder.path, lease_s=plan.lease_s, node=job.node, job=job.name),
         record,

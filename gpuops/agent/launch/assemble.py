@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ class LaunchContext:
     failure_grace_s: float
     cancel_grace_s: float
     env: Mapping[str, str]
+    state_dir: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +285,20 @@ def _join_payload(checkpoints: CheckpointService) -> Json:
     return {} if held is None else {FIELD: held}
 
 
+def checkpoint_job(launch: LaunchContext, node: str, name: str) -> CheckpointJob:
+    """Return what the checkpoints need to know of the job *name* on *node*."""
+    return CheckpointJob(
+        request=launch.request,
+        name=name,
+        env=launch.env,
+        node=node,
+        cwd=str(Path.cwd()),
+        uid=os.geteuid(),
+        temporary=Path(tempfile.gettempdir()),
+        state_dir=launch.state_dir,
+    )
+
+
 def _checkpoint_service(
     launch: LaunchContext,
     endpoint: ControlEndpoint,
@@ -299,14 +315,7 @@ def _checkpoint_service(
         say_news=log_notice,
         n_ranks=me.n_workers,
     )
-    job = CheckpointJob(
-        request=launch.request,
-        name=session.identity.folder,
-        env=launch.env,
-        node=me.node,
-        cwd=str(Path.cwd()),
-        uid=os.geteuid(),
-    )
+    job = checkpoint_job(launch, me.node, session.identity.folder)
     agreement = _commit_follower(launch, endpoint, session, control) if endpoint.is_shared else None
     return checkpoints_of(job, record, launch.clock, agreement)
 

@@ -27,12 +27,13 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.start import check_can_persist
 from gpuops.agent.elastic.agent import GpuopsAgent
 from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError
 from gpuops.agent.elastic.signals import Cancellation, SignalActions
 from gpuops.agent.journal.run_dir import folder_name
 from gpuops.agent.journal.session import RunOutcome, RunSession, ended_as
-from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble
+from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble, checkpoint_job
 from gpuops.agent.launch.endpoint import ControlEndpoint, meet
 from gpuops.agent.launch.identity import RunIdentity
 from gpuops.agent.launch.node_context import describe_run, node_context_of
@@ -83,7 +84,8 @@ def launch(
 
     Raises:
         UsageError: A value that torch's own checks refuse; an unusable run directory or store URL;
-            another job, or another agent of this node, under the same id.
+            checkpoints that cannot persist where they should; another job, or another agent of
+            this node, under the same id.
     """
     is_explicit = _has_shutdown_timeout(request, env)
     config, logs = configure(request)
@@ -101,6 +103,7 @@ def launch(
         failure_grace_s=timeout_s if is_explicit else FAILURE_GRACE_S,
         cancel_grace_s=timeout_s if is_explicit else CANCEL_GRACE_S,
         env=env,
+        state_dir=settings.state_dir,
     )
     name = scrub(request.run_name or _default_name(request.torch))
     describe = describe_run(
@@ -112,10 +115,9 @@ def launch(
         max_restarts=request.plan.restart_policy.restarts_max,
     )
     around = node_context_of(settings, env, clock, describe=describe)
-    run_id = uuid7(clock.now_us(), os.urandom(10))
-    folder = folder_name(name, run_id, clock.now_us())
     initialize_metrics(MetricsConfig(config.metrics_cfg))
-    mine = RunIdentity(run_id, folder)
+    mine = _new_identity(name, clock.now_us())
+    check_can_persist(checkpoint_job(prepared, around.node, mine.folder))
     prepared.cancellation.install()
     try:
         with prepared.cancellation.interruptible():
@@ -138,6 +140,11 @@ def launch(
         prepared.cancellation.restore()
     gc.freeze()  # what the imports made stays: no collection scans it, nor does the exit
     return _run(prepared, assembly)
+
+
+def _new_identity(name: str, now_us: int) -> RunIdentity:
+    run_id = uuid7(now_us, os.urandom(10))
+    return RunIdentity(run_id, folder_name(name, run_id, now_us))
 
 
 def _has_shutdown_timeout(request: RunRequest, env: Mapping[str, str]) -> bool:
@@ -376,17 +383,11 @@ def _leave(assembly: AssembledAgent) -> None:
             if assembly.endpoint.guard is not None:
                 assembly.endpoint.guard.close()
             if assembly.endpoint.is_shared:
-                control = assembly.services.control
+                control, store = assembly.services.control, assembly.endpoint.store
                 kind = assembly.launch.request.plan.endpoint.kind
                 has_server = kind is EndpointKind.TCP
                 dead = assembly.services.leader.dead_agents
-                leave(
-                    assembly.endpoint.store,
-                    control.record,
-                    control.me,
-                    has_server=has_server,
-                    dead=dead,
-                )
+                leave(store, control.record, control.me, has_server=has_server, dead=dead)
         assembly.endpoint.store.close()
 
     assembly.close()

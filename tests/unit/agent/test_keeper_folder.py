@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,17 @@ from support.launches import requested, slurm_env
 
 from gpuops.agent.checkpoint.start import (
     KEPT_S,
+    CheckpointJob,
     FolderError,
+    check_can_persist,
     keeper_key,
+    keeper_parents,
     runtime_parents,
     sweep,
     take_folder,
 )
 from gpuops.checkpoint.keeper.connection import LOCK_NAME, SOCKET_NAME
+from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch
 UID = os.geteuid()
@@ -183,3 +189,75 @@ def test_what_dead_keepers_leave_goes_after_a_day_and_nothing_else_does(tmp_path
     assert waiting.path.exists()
     assert young.path.exists()
     os.close(keeper)
+
+
+def test_a_link_in_its_place_leads_no_sweep_into_other_folders(tmp_path):
+    """The exploit: in ``/tmp``, ``gpuops-UID/keepers`` of an attacker points to a user's home."""
+    keys = tmp_path / "home" / ".ssh"
+    keys.mkdir(parents=True, mode=0o700)
+    (keys / "id_ed25519").touch()
+    tmp = tmp_path / "tmp"
+    for parent in (tmp / "opened", tmp / "linked"):
+        parent.mkdir(parents=True)
+        (parent / "keepers").symlink_to(tmp_path / "home")
+    (tmp / "opened").chmod(0o777)
+    (tmp / "whole").symlink_to(tmp / "linked")
+    os.utime(keys, (1.0, 1.0))
+
+    sweep([tmp / "opened", tmp / "linked", tmp / "whole"], UID, time.time())
+
+    assert [path.name for path in keys.iterdir()] == ["id_ed25519"]
+
+
+def attacked_job(tmp_path, script, *flags):
+    """Return a job whose folder in the temporary directory anyone may write."""
+    (tmp_path / "tmp" / f"gpuops-{UID}").mkdir(parents=True)
+    (tmp_path / "tmp" / f"gpuops-{UID}").chmod(0o777)
+    return CheckpointJob(
+        request=requested(*flags, script),
+        name="job",
+        env={},
+        node="n1",
+        cwd="/",
+        uid=UID,
+        temporary=tmp_path / "tmp",
+        state_dir=tmp_path / "state",
+    )
+
+
+def test_where_another_user_was_first_it_is_in_the_state_directory_or_in_a_new_one(
+    tmp_path, script
+):
+    job = attacked_job(tmp_path, script)
+    parents = list(keeper_parents(job))
+    first = take_folder(parents, "k", UID, job.temporary)
+    first.release(remove=False)
+    parents[-1].chmod(0o777)
+    second = take_folder(parents, "k", UID, job.temporary)
+
+    assert first.path.is_relative_to(tmp_path / "state" / "keepers-n1")
+    assert [str(tmp_path / "tmp") in text for text in first.problems] == [True]
+    assert second.path.is_relative_to(tmp_path / "tmp")
+    assert second.made.stat().st_mode & 0o777 == 0o700
+    assert len(second.problems) == 2
+    second.release(remove=True)
+    assert [path.name for path in job.temporary.iterdir()] == [f"gpuops-{UID}"]
+
+
+def test_a_directory_in_which_nothing_can_persist_is_refused_at_start(
+    tmp_path, script, monkeypatch
+):
+    flag = f"--ckpt-dir={tmp_path / 'states'}"
+    job = attacked_job(tmp_path, script, flag)
+    check_can_persist(job)
+    assert list(job.temporary.iterdir()) == [tmp_path / "tmp" / f"gpuops-{UID}"]
+
+    (tmp_path / "blocked").touch()
+    no_place = replace(job, temporary=tmp_path / "blocked", state_dir=tmp_path / "blocked" / "s")
+    with pytest.raises(UsageError, match=r"states: no folder is private enough .*blocked"):
+        check_can_persist(no_place)
+    check_can_persist(replace(no_place, request=requested(script)))
+    check_can_persist(replace(no_place, request=requested(flag, "--ckpt=off", script)))
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(UsageError, match="the Python modules xxhash are missing; install them"):
+        check_can_persist(job)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -211,13 +212,27 @@ def points_to(link, path):
         return False
 
 
-def test_the_folder_of_a_keeper_follows_from_the_directory():
-    env = {"XDG_RUNTIME_DIR": "/run/user/7"}
+def test_the_folder_of_a_keeper_follows_from_the_directory(tmp_path):
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
 
     assert standalone_folder(env, "/a") == standalone_folder(env, "/a")
     assert standalone_folder(env, "/a") != standalone_folder(env, "/b")
-    assert str(standalone_folder(env, "/a")).startswith("/run/user/7/gpuops/")
+    assert str(standalone_folder(env, "/a")).startswith(f"{tmp_path}/gpuops/")
     assert socket.gethostname() not in str(standalone_folder({}, "/a"))
+
+
+def test_a_folder_that_another_user_made_first_takes_no_states_away(tmp_path, monkeypatch):
+    """The exploit: ``mkdir /tmp/gpuops-UID`` before the job starts, or a runtime directory gone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp" / f"gpuops-{os.geteuid()}").mkdir(parents=True)
+    (tmp_path / "tmp" / f"gpuops-{os.geteuid()}").chmod(0o777)
+    env = {"GPUOPS_STATE": str(tmp_path / "state"), "XDG_RUNTIME_DIR": str(tmp_path / "none")}
+
+    folder = standalone_folder(env, "/a")
+
+    assert folder == standalone_folder(env, "/a")
+    assert folder.is_relative_to(tmp_path / "state" / "keepers")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ WRITE_S = 0.3
 TELL_S = 0.5
 # A drain of ours that is older was sent to slurmctld, or abandoned.
 EARLIER_S = 900.0
-# A timeout of these is a hung driver; a second check has to decide.
+# A timeout or a crash of these is the driver's; a second check has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
 
@@ -134,7 +134,7 @@ def run_hook(context: HookContext, verdict: Path) -> GateResult:
         write_verdict(verdict)
         problems.append(start_helper(context.options, ["publish", "--id", result.drain.id]))
     problems.append(wait_for_state())
-    if result.drain is None and driver_hung(check_run):
+    if result.drain is None and driver_undecided(check_run):
         problems.append(start_helper(context.options, ["followup"]))
     return replace(result, problems=tuple(filter(None, problems)))
 
@@ -304,10 +304,11 @@ def start_helper(options: RecordOptions, words: list[str]) -> str | None:
     return None
 
 
-def driver_hung(check_run: CheckRun) -> bool:
-    """Return whether a probe of the GPU driver timed out."""
+def driver_undecided(check_run: CheckRun) -> bool:
+    """Return whether a probe of the GPU driver timed out or crashed."""
+    undecided = {UnknownReason.TIMEOUT, UnknownReason.CRASH}
     return any(
-        finding.check in _DRIVER_CHECKS and finding.unknown_reason is UnknownReason.TIMEOUT
+        finding.check in _DRIVER_CHECKS and finding.unknown_reason in undecided
         for finding in check_run.findings
     )
 

@@ -25,6 +25,7 @@ from gpuops.host.node_state import (
     BootMoment,
     Counters,
     CounterSample,
+    DriverCrash,
     DriverHang,
     NodeState,
     boot_id,
@@ -312,6 +313,7 @@ def judge_context_for(
         counters=counters if moment.boot_id else Counters(),
         gpus=gpus,
         hangs=tuple(hang for hang in state.hangs if hang.boot_id == moment.boot_id != ""),
+        crashes=tuple(item for item in state.crashes if item.boot_id == moment.boot_id != ""),
         persistence=state.persistence,
         repairs=state.repairs,
         strikes=state.strikes,
@@ -327,7 +329,7 @@ def state_after(
         return state
     gpus = check_run.facts.get(GPUS_PROBE)
     if isinstance(gpus, Gpus):
-        state = _after_nvml(state, gpus.nvml, moment)
+        state = _after_crash(_after_nvml(state, gpus.nvml, moment), gpus.nvml, moment)
         state = replace(state, profile=check_run.profile)
     sample = CounterSample(
         boot_id=moment.boot_id,
@@ -399,4 +401,18 @@ def _after_nvml(state: NodeState, nvml: NvmlSnapshot, moment: BootMoment) -> Nod
         return replace(state, hangs=(*earlier, hang)[-HANGS_MAX:])
     if not calls and nvml.status in {NvmlStatus.OK, NvmlStatus.ERROR}:
         return replace(state, hangs=())
+    return state
+
+
+def _after_crash(state: NodeState, nvml: NvmlSnapshot, moment: BootMoment) -> NodeState:
+    """Return *state* with one more crash of NVML, or with none if every GPU answered."""
+    found = [gpu.crash for gpu in nvml.gpus if gpu.crash is not None]
+    if nvml.status is NvmlStatus.CRASH and nvml.crash is not None:
+        found = [nvml.crash]
+    if found:
+        crash = DriverCrash(boot_id=moment.boot_id, t_us=moment.t_us, signal=found[0])
+        earlier = tuple(item for item in state.crashes if item.boot_id == moment.boot_id)
+        return replace(state, crashes=(*earlier, crash)[-HANGS_MAX:])
+    if nvml.hang is None and nvml.status in {NvmlStatus.OK, NvmlStatus.ERROR}:
+        return replace(state, crashes=())
     return state

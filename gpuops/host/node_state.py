@@ -79,6 +79,15 @@ class DriverHang:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriverCrash:
+    """A call of NVML that ended its process; ``signal``: its name, as ``SIGSEGV``."""
+
+    boot_id: str
+    t_us: int
+    signal: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
     """An acknowledged repair: earlier failures no longer count against its entity.
 
@@ -122,7 +131,7 @@ class FleetCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """The file's content. ``hangs`` are those since NVML last answered, oldest first.
+    """The file's content. ``hangs`` and ``crashes``: since NVML last answered, oldest first.
 
     ``samples``: oldest first, about an hour apart. ``jobs``: the sample at each running job's
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
@@ -134,6 +143,7 @@ class NodeState:
     samples: tuple[CounterSample, ...] = ()
     jobs: Mapping[str, CounterSample] = field(default_factory=dict)
     hangs: tuple[DriverHang, ...] = ()
+    crashes: tuple[DriverCrash, ...] = ()
     persistence: bool | None = None
     repairs: tuple[Repair, ...] = ()
     strikes: tuple[Strikes, ...] = ()

@@ -108,3 +108,18 @@ def test_odd_numbers_of_some_gpus_fail_no_node_and_warn_about_those_that_gave_ga
         ("gpu_lost", "warn", f"PCI:{addresses(8)[3]}"),
     ]
     assert "1000 °C is not plausible" in findings[0]["message"]
+
+
+def test_a_gpu_that_crashes_nvml_warns_once_and_then_fails_until_it_answers(node):
+    broken = f"{shape('h100')}\ncrash 3 nvmlDeviceGetPowerUsage"
+    checks = [node.check(scenario) for scenario in (broken, broken, shape("h100"), broken)]
+    driver = [[item for item in found if item["check"] == "gpu_driver"] for _, found in checks]
+
+    assert [code for code, _ in checks] == [0, 1, 0, 0]
+    assert [told(found) for found in driver] == [
+        [("gpu_driver", "warn", UUIDS[3])],
+        [("gpu_driver", "fail", UUIDS[3])],
+        [],
+        [("gpu_driver", "warn", UUIDS[3])],
+    ]
+    assert {item["check"] for item in checks[1][1] if item["status"] == "fail"} == {"gpu_driver"}

@@ -180,3 +180,15 @@ def test_a_process_that_exits_meanwhile_refuses_nothing(again, name):
         return status == "warn" and message.endswith("; not in a second check 1.5 s later")
 
     assert again(is_told)
+
+
+def test_a_crash_of_nvml_in_a_prolog_is_decided_by_the_follow_up(hook):
+    crash = shape("h100", GPUS) + "\ncrash 1 nvmlDeviceGetPowerUsage"
+    assert hook.run("prolog", crash, SLURM_JOB_GPUS="0-3").returncode == 0
+
+    def verdicts():
+        runs = [json.loads(payload)["findings"] for (payload,) in hook._runs()]
+        found = [x["status"] for run in runs for x in run if x["check"] == "gpu_driver"]
+        return len(found) > 1 and found
+
+    assert wait_until(verdicts, "the follow-up records nothing") == ["warn", "fail"]

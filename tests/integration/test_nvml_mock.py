@@ -504,9 +504,21 @@ def test_a_version_that_is_never_told_is_a_hang_of_no_gpu(ask):
 def test_an_nvml_that_crashes_takes_only_its_own_process(ask, call):
     snapshot = ask(f"{shape('h100')}\ncrash * {call}")
 
-    assert snapshot.status == "crash"
+    assert (snapshot.status, snapshot.crash) == ("crash", "SIGSEGV")
     assert "SIGSEGV" in snapshot.error
     assert ask(shape("h100")).status == "ok"
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetUUID"])
+def test_a_gpu_whose_calls_crash_is_found_by_asking_each_alone(ask, call):
+    healthy = ask(shape("h100", 3)).gpus
+    snapshot = ask(f"{shape('h100', 3)}\ncrash 1 {call}")
+
+    assert (snapshot.status, snapshot.crash, snapshot.driver) == ("ok", "SIGSEGV", "550.163.01")
+    assert (snapshot.gpus[0], snapshot.gpus[2]) == (healthy[0], healthy[2])
+    bad = snapshot.gpus[1]
+    known = None if call == "nvmlDeviceGetUUID" else UUIDS[1]
+    assert (bad.index, bad.crash, bad.uuid) == (1, "SIGSEGV", known)
 
 
 @pytest.mark.parametrize("name", ["h100", "a100", "b200"])

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile, TextExpectation
 from gpuops.errors import ConfigError
-from gpuops.host.node_state import Counters, DriverHang, Repair, Strikes
+from gpuops.host.node_state import Counters, DriverCrash, DriverHang, Repair, Strikes
 from gpuops.model import Entity, FailureClass, Finding, Status, UnknownReason
 
 F = TypeVar("F")
@@ -44,7 +44,8 @@ class JudgeContext:
     ``gpus``: the GPUs to judge, each by UUID, index, PCI address or Slurm's number
     (`gpuops.checks.gpu.gpus.selected`); None: all. ``gpus_expected``: how many the node must have,
     by flag, environment, configuration or suite; None: none of them says.
-    ``hangs``: calls into the GPU driver that got no answer in this boot, since it last answered.
+    ``hangs``: calls into the GPU driver that got no answer in this boot, since it last answered;
+    ``crashes``: those that ended their process.
     ``persistence``: the GPUs' persistence mode when NVML last answered. ``repairs``: acknowledged
     repairs of this node; ``strikes``: those of this node and its parts. ``boot_us``: when this
     node booted, by the wall clock.
@@ -56,6 +57,7 @@ class JudgeContext:
     gpus: frozenset[str] | None = None
     gpus_expected: NumberExpectation | None = None
     hangs: tuple[DriverHang, ...] = ()
+    crashes: tuple[DriverCrash, ...] = ()
     persistence: bool | None = None
     repairs: tuple[Repair, ...] = ()
     strikes: tuple[Strikes, ...] = ()

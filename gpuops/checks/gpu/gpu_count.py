@@ -109,11 +109,11 @@ def _counted(facts: Gpus, expected: _Expected, *, inside_job: bool) -> GpuVerdic
 
 
 def _is_present(gpu: NvmlGpu) -> bool:
-    """Return whether NVML has *gpu*, even if its UUID is garbage or its calls hang.
+    """Return whether NVML has *gpu*, even if its UUID is garbage or its calls hang or crash.
 
-    `gpu_lost` judges what it reports wrongly, `gpu_driver` the hang.
+    `gpu_lost` judges what it reports wrongly, `gpu_driver` hangs and crashes.
     """
-    if gpu.uuid is not None or gpu.hung_call is not None:
+    if gpu.uuid is not None or gpu.hung_call is not None or gpu.crash is not None:
         return True
     is_opened = not any(error.call == OPEN_CALL for error in gpu.errors)
     return is_opened and gpu.error_code in {None, UNREADABLE}

@@ -38,16 +38,20 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
 
     A hang fails the node from the second time in a boot on, and only if the driver was kept loaded
     (persistence mode) or the call was inside the kernel (state D): a first call to a cold driver
-    may take longer than a prolog has. A call that had less than a second does not count.
+    may take longer than a prolog has. A call that had less than a second does not count. A call
+    that crashes its process fails from the second time in a boot on: the GPU whose calls do so when
+    it is asked alone, or the node if those of each GPU do.
     `gpu_lost` judges codes about single GPUs.
     """
     nvml = facts.nvml
-    if nvml.hang is not None:
-        return _hung(nvml, context)
+    bad = _crashed_gpus(nvml, context) + ([] if nvml.hang is None else _hung(nvml, context))
+    if bad:
+        return bad
     if nvml.status is NvmlStatus.OK:
-        return [finding(_NAME, context.node, _summary(nvml))]
+        verdict = _summary(nvml) if nvml.crash is None else _crashed_in_parallel(nvml)
+        return [finding(_NAME, context.node, verdict)]
     if nvml.status is NvmlStatus.CRASH:
-        return [finding(_NAME, context.node, _crashed(nvml))]
+        return [finding(_NAME, context.node, _crashed(nvml, context))]
     expected = gpus_expected(facts, context)
     is_unexpected = not facts.pci if expected is None else not expected.value
     if is_unexpected and nvml.error_code not in _NO_ACCESS:
@@ -69,11 +73,52 @@ def _summary(nvml: NvmlSnapshot) -> GpuVerdict:
     )
 
 
-def _crashed(nvml: NvmlSnapshot) -> GpuVerdict:
+def _crashed_gpus(nvml: NvmlSnapshot, context: JudgeContext) -> list[Finding]:
+    return [
+        finding(
+            _NAME,
+            entity_of(gpu, context.node),
+            _crash_verdict(f"asked alone, its calls end their process by {gpu.crash}", context),
+            gpu,
+        )
+        for gpu in nvml.gpus
+        if gpu.crash is not None
+    ]
+
+
+def _crashed_in_parallel(nvml: NvmlSnapshot) -> GpuVerdict:
     return GpuVerdict(
-        status=Status.UNKNOWN,
-        message=nvml.error or "a call of NVML failed",
-        unknown_reason=UnknownReason.CRASH,
+        status=Status.WARN,
+        message=f"asked about all GPUs at once, NVML ended its process by {nvml.crash};"
+        f" asked one by one, it answers about all {len(nvml.gpus)}",
+        failure_class=FailureClass.GPU_DRIVER,
+    )
+
+
+def _crashed(nvml: NvmlSnapshot, context: JudgeContext) -> GpuVerdict:
+    """Return the verdict if nothing was read; without a signal the failure is gpuops' own."""
+    text = nvml.error or "a call of NVML failed"
+    if nvml.crash is not None:
+        return _crash_verdict(text, context)
+    return GpuVerdict(status=Status.UNKNOWN, message=text, unknown_reason=UnknownReason.CRASH)
+
+
+def _crash_verdict(text: str, context: JudgeContext) -> GpuVerdict:
+    count = len(context.crashes) + 1
+    text = f"{text}; crash {count} of this boot"
+    if not context.crashes:
+        return GpuVerdict(
+            status=Status.UNKNOWN,
+            message=f"{text}, so the next check decides",
+            unknown_reason=UnknownReason.CRASH,
+        )
+    return GpuVerdict(
+        status=Status.FAIL,
+        message=text,
+        value=count,
+        unit="crashes",
+        threshold="< 2",
+        failure_class=FailureClass.GPU_DRIVER,
     )
 
 

@@ -32,8 +32,8 @@ _CALL_ERRORS = frozenset({9, 10, 11, 17, 20, 999, UNREADABLE})
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU that NVML cannot open, has lost, or hangs on.
 
-    A code that reports a fault of the GPU fails, others warn. A call that hung is unknown:
-    `gpu_driver` judges hangs.
+    A code that reports a fault of the GPU fails, others warn. A call that hung or crashed is
+    unknown: `gpu_driver` judges those.
     """
     return judge_each(_NAME, facts, context, _judge, _summary)
 
@@ -44,6 +44,12 @@ def _judge(gpu: NvmlGpu) -> GpuResult:
             status=Status.UNKNOWN,
             message=f"gave no answer in {gpu.hung_call}; see gpu_driver",
             unknown_reason=UnknownReason.TIMEOUT,
+        )
+    if gpu.crash is not None:
+        return GpuVerdict(
+            status=Status.UNKNOWN,
+            message=f"its calls end their process by {gpu.crash}; see gpu_driver",
+            unknown_reason=UnknownReason.CRASH,
         )
     if gpu.error is not None:
         return [_unopened(gpu.error, gpu.error_code)]

@@ -298,11 +298,17 @@ def _spellings(names: Iterable[str]) -> set[str]:
     return {spelt for name in names for spelt in (name.strip().lower(), sysfs_address(name))}
 
 
+def _silence(gpu: NvmlGpu) -> _Reason:
+    if gpu.hung_call:
+        return f"no answer in {gpu.hung_call}", UnknownReason.TIMEOUT
+    return f"its calls end their process by {gpu.crash}", UnknownReason.CRASH
+
+
 def _reason(gpu: NvmlGpu, result: NotReported, calls: tuple[str, ...]) -> _Reason:
     if result.why:
         return result.why, None
-    if gpu.hung_call:
-        return f"no answer in {gpu.hung_call}", UnknownReason.TIMEOUT
+    if gpu.hung_call or gpu.crash:
+        return _silence(gpu)
     if gpu.error:
         refused = gpu.error_code == NO_PERMISSION
         return f"{gpu.error}; see gpu_lost", UnknownReason.NO_PERMISSION if refused else None

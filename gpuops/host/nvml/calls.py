@@ -112,7 +112,8 @@ def pcie(gpu: NvmlCaller) -> None:
     gpu.store("pcie.width_max", "nvmlDeviceGetMaxPcieLinkWidth")
 
 
-GROUPS: tuple[Callable[[NvmlCaller], None], ...] = (
+Groups = tuple[Callable[[NvmlCaller], None], ...]
+GROUPS: Groups = (
     identity,
     fields,
     modes,

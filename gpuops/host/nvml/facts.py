@@ -302,7 +302,8 @@ class NvmlGpu:
     ``error``, ``error_code``: that it is lost, else of opening it, else of the first failed call
     about its identity. ``address`` is in sysfs' format. ``hung_call``: the call that had not
     returned at the deadline, ``hung_s`` seconds after it was made; the results of earlier and
-    parallel calls are included.
+    parallel calls are included. ``crash``: the signal by which calls about this GPU alone ended
+    their process.
     """
 
     index: int
@@ -318,6 +319,7 @@ class NvmlGpu:
     unsupported: tuple[str, ...] = ()
     hung_call: str | None = None
     hung_s: float | None = None
+    crash: str | None = None
     recovery_action: int | None = None
     remapped: RemappedRows | None = None
     retired: RetiredPages | None = None
@@ -341,7 +343,8 @@ class NvmlSnapshot:
 
     ``hung_call``: a call that had not returned at the deadline, ``hung_s`` seconds after it was
     made, if the child could still report it; ``state``: of the thread that made it (proc(5)), else
-    of the child. The status is ``timeout`` only if no GPU answered.
+    of the child. The status is ``timeout`` only if no GPU answered. ``crash``: the signal that a
+    call of NVML ended its process by, when all GPUs were asked at once.
     """
 
     status: NvmlStatus
@@ -353,6 +356,7 @@ class NvmlSnapshot:
     state: str | None = None
     hung_call: str | None = None
     hung_s: float | None = None
+    crash: str | None = None
 
     @property
     def hang(self) -> str | None:

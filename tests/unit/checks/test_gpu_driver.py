@@ -9,7 +9,7 @@ from gpuops.checks.core.check import NoParameters
 from gpuops.checks.core.profile import NumberExpectation, Profile
 from gpuops.checks.gpu.gpu_driver import judge
 from gpuops.host.gpu_names import Gpus
-from gpuops.host.node_state import DriverHang
+from gpuops.host.node_state import DriverCrash, DriverHang
 from gpuops.host.nvml.facts import NvmlGpu, NvmlSnapshot, NvmlStatus
 from gpuops.host.sysfs import PciGpu
 
@@ -138,10 +138,44 @@ def test_who_may_not_ask_convicts_nobody(code):
         assert verdict(refused(code), on_bus=on_bus, case=EIGHT) == ("unknown", "no_permission")
 
 
-def test_an_nvml_that_crashes_convicts_nobody():
-    nvml = NvmlSnapshot(status=NvmlStatus.CRASH, error="asking NVML: ended by SIGSEGV")
+CRASHED = NvmlSnapshot(status=NvmlStatus.CRASH, error="its process ended by SIGSEGV")
 
-    assert verdict(nvml, case=EIGHT) == ("unknown", "crash")
+
+def crashed(count):
+    return tuple(DriverCrash(boot_id="b", t_us=n, signal="SIGSEGV") for n in range(count))
+
+
+@pytest.mark.parametrize(
+    ("nvml", "earlier", "status"),
+    [
+        (CRASHED, 5, ("unknown", "crash")),
+        (replace(CRASHED, crash="SIGSEGV"), 0, ("unknown", "crash")),
+        (replace(CRASHED, crash="SIGSEGV"), 1, ("fail", "gpu_sw.driver")),
+    ],
+    ids=["a failure of gpuops", "first crash", "second crash"],
+)
+def test_an_nvml_that_crashes_fails_from_the_second_time_in_a_boot_on(nvml, earlier, status):
+    assert verdict(nvml, case=replace(EIGHT, crashes=crashed(earlier))) == status
+
+
+def test_a_gpu_that_crashes_its_process_alone_is_named():
+    gpus = (NvmlGpu(index=0, uuid="GPU-0"), NvmlGpu(index=1, uuid="GPU-1", crash="SIGSEGV"))
+    nvml = NvmlSnapshot(status=NvmlStatus.OK, gpus=gpus, crash="SIGSEGV")
+    (first,) = findings(nvml)
+    (third,) = findings(nvml, case=replace(CASE, crashes=crashed(2)))
+
+    assert said([first]) == [("GPU-1", "unknown", None)]
+    assert first.message.endswith("crash 1 of this boot, so the next check decides")
+    assert said([third]) == [("GPU-1", "fail", "gpu_sw.driver")]
+    assert third.message == (
+        "GPU 1: asked alone, its calls end their process by SIGSEGV; crash 3 of this boot"
+    )
+
+
+def test_an_nvml_that_crashes_only_if_asked_in_parallel_warns():
+    nvml = NvmlSnapshot(status=NvmlStatus.OK, gpus=(NvmlGpu(index=0),), crash="SIGSEGV")
+
+    assert verdict(nvml, case=replace(CASE, crashes=crashed(2))) == ("warn", "gpu_sw.driver")
 
 
 @pytest.mark.parametrize("nvml", [silent(), silent(state="D"), with_a_hung_gpu("D")])

@@ -246,6 +246,27 @@ def test_hangs_of_an_earlier_boot_are_no_evidence():
     assert [hang.boot_id for hang in twice.hangs] == ["boot-2"]
 
 
+def crashed(signal="SIGSEGV"):
+    return NvmlSnapshot(status=NvmlStatus.CRASH, crash=signal)
+
+
+def test_crashes_are_counted_per_boot_until_every_gpu_answers():
+    one_gpu = NvmlSnapshot(status=NvmlStatus.OK, gpus=(NvmlGpu(index=0, crash="SIGBUS"),))
+    once = after(NodeState(), run(crashed()), at(10))
+    twice = after(once, run(one_gpu), at(20))
+    case = judge_context_for(twice, node=NODE, moment=at(30), purpose=MANUAL)
+
+    assert [crash.signal for crash in twice.crashes] == ["SIGSEGV", "SIGBUS"]
+    assert case.crashes == twice.crashes
+    assert (
+        judge_context_for(twice, node=NODE, moment=at(5, boot="b2"), purpose=MANUAL).crashes == ()
+    )
+    assert after(twice, run(crashed()), at(5, boot="b2")).crashes[0].boot_id == "b2"
+    assert after(twice, run(hung()), at(30)).crashes == twice.crashes
+    assert after(twice, run(crashed(None)), at(30)).crashes == twice.crashes
+    assert after(twice, run(answered(True)), at(30)).crashes == ()
+
+
 def test_hangs_are_bounded():
     state = NodeState()
     for n in range(HANGS_MAX + 2):

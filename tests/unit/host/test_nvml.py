@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pynvml
@@ -195,6 +196,17 @@ def test_a_child_that_could_not_end_has_told_what_it_could(ending, tmp_path):
     )
     assert snapshot.state == "D"
     assert snapshot_from(outcome(ProbeEnd.ENDED, SAID), tmp_path).state == "S"
+
+
+@pytest.mark.parametrize(("exit_code", "crash"), [(-11, "SIGSEGV"), (-9, None), (1, None)])
+def test_only_a_fault_in_the_process_is_a_crash_of_nvml(exit_code, crash, tmp_path):
+    """SIGKILL is sent by a kernel that is out of memory; an exit code is Python's."""
+    dead = replace(outcome(ProbeEnd.ENDED, ""), exit_code=exit_code)
+
+    assert (snapshot_from(dead, tmp_path).status, snapshot_from(dead, tmp_path).crash) == (
+        "crash",
+        crash,
+    )
 
 
 def test_a_child_that_said_nothing_is_an_nvml_without_an_answer(tmp_path):

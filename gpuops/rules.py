@@ -1,10 +1,15 @@
 """Log rules: which line of which log means which failure class. Data, in ``checks/rules/*.toml``.
 
-A rule is five TOML lines and an example; adding one needs no code. Patterns are searched in one
-line of at most `LINE_MAX` characters, and a pattern that repeats a repetition is refused, because
-its time doubles with every character of a hostile line. What a pattern may still cost is a power of
-the line's length, by the repetitions that follow each other in it; alternatives that begin alike
-under one repetition are not found out.
+A rule is five TOML lines and an example; adding one needs no code. A pattern for a worker's log is
+searched in the line. One for the kernel's log is matched from the beginning of the message, because
+the kernel quotes what users choose, such as mount options and names of processes: a message that
+begins with a name is left to the rules whose example does too, and an Xid is matched without the
+name.
+
+At most `LINE_MAX` characters of a line are read. A pattern that repeats a repetition is refused,
+because its time doubles with every character of a hostile line. What a pattern may still cost is a
+power of the line's length, by the repetitions that follow each other in it; alternatives that begin
+alike under one repetition are not found out.
 
 A line is searched only if it holds a text that the pattern cannot match without: most lines of a
 log are told apart by that alone, so that a storm of them is read in time.
@@ -27,6 +32,8 @@ from gpuops.config.resolve import (
     reject_unknown,
 )
 from gpuops.errors import ConfigError
+from gpuops.host.kmsg import begins_with_name, message_of, quotes_user
+from gpuops.host.xid import without_name
 from gpuops.model import FailureClass, Role, Side, Status
 
 LINE_MAX = 4096
@@ -48,6 +55,7 @@ _KEYS = (
     "hardware_reported",
 )
 KERNEL_LOG = "kernel_log"
+_ANY_TEXT = re.compile(r"[\^(?:]*\.(?:[*+]|\{\d*,(?:\d{2,})?\})")
 
 
 class LogSource(StrEnum):
@@ -67,6 +75,7 @@ class LogRule:
     of the kernel's log; others than `KERNEL_LOG` judge them by more than a rule can say.
     ``hardware_reported``: see `gpuops.model.Finding`; a rule is not, unless it says so.
     ``literals``: a line that holds none of them is not matched; empty: not known.
+    ``about_process``: for messages of the kernel that begin with a process' name.
     """
 
     id: str
@@ -84,6 +93,7 @@ class LogRule:
     check: str = KERNEL_LOG
     hardware_reported: bool = False
     literals: tuple[str, ...] = ()
+    about_process: bool = False
 
     def may_match(self, text: str) -> bool:
         """Say whether any line of *text* could be what this rule is about; False is sure."""
@@ -91,7 +101,15 @@ class LogRule:
 
     def search(self, line: str) -> re.Match[str] | None:
         """Return where *line*, at most `LINE_MAX` characters of it, is what this rule is about."""
-        return self.pattern.search(line[:LINE_MAX]) if self.may_match(line) else None
+        if not self.may_match(line):
+            return None
+        if self.source is not LogSource.KERNEL:
+            return self.pattern.search(line[:LINE_MAX])
+        message = message_of(line[:LINE_MAX])
+        if quotes_user(message) or begins_with_name(message) != self.about_process:
+            return None
+        text = without_name(message)
+        return None if text is None else self.pattern.match(text)
 
     def matches(self, line: str) -> bool:
         """Say whether *line* is what this rule is about."""
@@ -153,23 +171,37 @@ def _parse(entry: dict[str, Any], path: Path) -> LogRule:
             check=str(entry.get("check", KERNEL_LOG)),
             hardware_reported=entry.get("hardware_reported", False) is True,
             literals=required_literals(pattern),
+            about_process=begins_with_name(message_of(str(entry["example"]))),
         )
     except KeyError as exc:
         raise ConfigError(f"{where}: missing or unknown {exc}") from exc
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"{where}: {exc}") from exc
     if not rule.matches(rule.example):
-        raise ConfigError(f"{where}: its pattern does not match its own example {rule.example!r}")
+        how = "" if rule.source is not LogSource.KERNEL else ", from the message's beginning on"
+        raise ConfigError(
+            f"{where}: its pattern does not match its own example {rule.example!r}{how}"
+        )
+    _check_beginning(rule, where)
     if rule.counter_example and rule.matches(rule.counter_example):
         raise ConfigError(f"{where}: its pattern matches its own counter_example")
     _check_clearing(rule, where)
     return rule
 
 
+def _check_beginning(rule: LogRule, where: str) -> None:
+    of_kernel = rule.source is LogSource.KERNEL and not rule.about_process
+    if of_kernel and _ANY_TEXT.match(rule.pattern.pattern):
+        raise ConfigError(
+            f"{where}: its pattern begins with any text, which a user can choose; begin it with the"
+            " words of the kernel's message"
+        )
+
+
 def _check_clearing(rule: LogRule, where: str) -> None:
     if rule.source is not LogSource.KERNEL and (rule.within_s or rule.cleared_by):
         raise ConfigError(f"{where}: within_s and cleared_by are for rules of the kernel's log")
-    if rule.cleared_by is not None and rule.cleared_by.search(rule.example):
+    if rule.cleared_by is not None and rule.cleared_by.match(rule.example):
         raise ConfigError(f"{where}: its cleared_by matches its own example")
 
 

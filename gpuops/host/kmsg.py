@@ -31,6 +31,29 @@ _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 _FACILITY_SHIFT = 3
 # What a rehearsal (`gpuops drill`) writes into its lines. Only root can write into this log.
 REHEARSAL = "gpuops drill"
+# Messages that quote what any user may choose: mount options (a mount in a namespace of the user's
+# own fails with such a line), and command lines. fs/fs_parser.c, fs/fs_context.c, fs/super.c,
+# security/yama/yama_lsm.c, fs/exec.c. The words are where a process' name cannot be, so that a name
+# hides no other message.
+_QUOTES = re.compile(
+    r"[\w.-]{1,32}: (?:Unknown parameter|Unexpected value|[Bb]ad (?:value|mount option)|[Nn]o value"
+    r"|[Uu]n(?:recognized|known) (?:mount )?option)\b|ptrace \w{1,16} of \"|process '"
+)
+_QUOTES_FIRST = (": Can't open blockdev", ": Can't lookup blockdev")
+# Messages that begin with the name of a process, of at most 15 bytes, which it chooses itself:
+# arch/x86/mm/fault.c, mm/page_alloc.c, mm/oom_kill.c.
+_NAME_FIRST = re.compile(
+    r"(?s:.{0,15}?)(?:\[\d{1,10}\][:, ]| ?\(\d{1,10}\)[:, ]"
+    r"|: page allocation | invoked oom-killer: |: vmalloc )"
+)
+# What dmesg, journalctl and /dev/kmsg write in front of a message.
+_IN_FRONT = re.compile(
+    r"(?:\d{1,3},\d{1,20},\d{1,20},[^;\n]{0,64};|<\d{1,3}>)?"
+    r"(?:(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT[\d:.,+Z-]{8,24}) "
+    r"(?:\S{1,64} )?kernel: )?"
+    r"(?:\[\s{0,8}\d{1,10}\.\d{1,9}\] ?|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [\d: ]{14,18}\] ?)?"
+    r"(?:\[\s{0,6}[TC]\d{1,10}\] ?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +79,10 @@ def kernel_records(root: Path = Path("/")) -> Iterator[KernelRecord]:
 def parse_kmsg(text: str, *, rehearsals: bool = False) -> Iterator[KernelRecord]:
     """Yield the records in *text* that the kernel itself wrote.
 
-    Malformed lines are ignored, as are the ``KEY=value`` lines that follow a record, and records
-    of another facility than the kernel's: programs may write into this log too. With *rehearsals*
-    the marked records of `gpuops drill` are yielded as well.
+    Malformed lines are ignored, as are the ``KEY=value`` lines that follow a record, records of
+    another facility than the kernel's (programs may write into this log too), and those that
+    quote users (`quotes_user`). With *rehearsals* the marked records of `gpuops drill` are yielded
+    as well.
     """
     for line in text.split("\n"):
         match = _PREFIX.match(line)
@@ -67,9 +91,26 @@ def parse_kmsg(text: str, *, rehearsals: bool = False) -> Iterator[KernelRecord]
         priority, sequence, since_boot_us = match.groups()
         if int(priority) >> _FACILITY_SHIFT and not (rehearsals and REHEARSAL in line):
             continue
-        yield KernelRecord(
-            int(sequence), int(priority) & 7, int(since_boot_us), _unescape(line[match.end() :])
-        )
+        message = _unescape(line[match.end() :])
+        if quotes_user(message):
+            continue
+        yield KernelRecord(int(sequence), int(priority) & 7, int(since_boot_us), message)
+
+
+def quotes_user(text: str) -> bool:
+    """Return whether the message *text* quotes what any user may choose; it proves nothing."""
+    return _QUOTES.match(text) is not None or text.endswith(_QUOTES_FIRST)
+
+
+def begins_with_name(text: str) -> bool:
+    """Return whether the message *text* begins with a process' name, which it chooses itself."""
+    return _NAME_FIRST.match(text) is not None
+
+
+def message_of(line: str) -> str:
+    """Return the kernel's message in *line*, without what dmesg or journald write in front."""
+    match = _IN_FRONT.match(line)
+    return line if match is None else line[match.end() :]
 
 
 def _unescape(text: str) -> str:
@@ -188,7 +229,7 @@ def journal_records(root: Path, timeout_s: float) -> list[KernelRecord]:
 def parse_journal(text: str) -> Iterator[KernelRecord]:
     """Yield the kernel's records in the JSON lines of *text*, in their order, numbered 0.
 
-    Malformed lines and records of another facility are ignored.
+    Malformed lines, records of another facility and those that quote users are ignored.
     """
     for line in text.split("\n"):
         if 0 < len(line) <= _LINE_MAX:
@@ -207,6 +248,8 @@ def _record(entry: object) -> KernelRecord | None:
     level, since_boot_us = entry.get("PRIORITY"), entry.get("_SOURCE_MONOTONIC_TIMESTAMP")
     text = _text(entry.get("MESSAGE"))
     if level not in _LEVELS or text is None or not _is_number(since_boot_us):
+        return None
+    if quotes_user(text):
         return None
     return KernelRecord(0, int(level), int(str(since_boot_us)), text)
 

@@ -1,36 +1,59 @@
-"""Parse and aggregate Xid and SXid lines of NVIDIA's driver.
+"""Parse Xid and SXid lines of NVIDIA's driver.
 
 The lines differ by driver: ``pid='<unknown>'`` or none, a name, a channel, a MIG instance after the
 address, ``Fatal``/``Nonfatal`` with a link for NVLink 5, the recovery action of Xid 154. The text
 that programs control (their name) is always after the code, so the code is matched at the
-beginning.
+beginning, and everything else behind the name.
+
+That a GPU fell off the bus is also written without the code 79 (nvidia/src/nv.c and osinit.c of
+open-gpu-kernel-modules); `parse_xid` returns Xid 79 for these lines too.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from gpuops.host.kmsg import KernelRecord
+from gpuops.host.kmsg import KernelRecord, quotes_user
 from gpuops.host.sysfs import sysfs_address
 
 RECOVERY_ACTION = 154
-MINUTES_MAX = 64
-KINDS_MAX = 512
-LINE_SHOWN_MAX = 300
-US_PER_MINUTE = 60_000_000
 NVLINK5 = range(144, 151)
 _DETAIL_MAX = 1024
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{5,20})[^)]{0,48}\): (\d{1,5})\b")
-_PROCESS = re.compile(r", pid=(?:'?<unknown>'?|'?(\d{1,10})'?)(?:, name=(.{0,64}?)(?=, |$))?")
+# A process chooses its name, of at most 15 bytes (prctl(2), PR_SET_NAME), and ", Fatal" can be part
+# of it: the name ends at the last ", " that such a name can reach.
+_PROCESS = re.compile(
+    r", pid=(?:'?<unknown>'?|'?(\d{1,10})'?)(?P<named>, name=((?s:.{0,15}))(?=, |\Z))?"
+)
+_NAMED = ", name="
 _SEVERITY = re.compile(r"\b(Fatal|Non-?fatal)\b")
 _LINK = re.compile(r"\bLink (\d{1,3})\b")
-_RECOVERY = re.compile(r"\bto 0x[0-9a-fA-F]{1,8} \(([^)]{1,80})\)")
+_RECOVERY = re.compile(r"\bto 0x([0-9a-fA-F]{1,8})\b(?: \(([^)]{1,80})\))?")
+# nvml.h, nvmlDeviceGpuRecoveryAction_t, in the words of the driver's lines.
+RECOVERY_WORDS = {
+    0: "None",
+    1: "GPU Reset Required",
+    2: "Node Reboot Required",
+    3: "Drain P2P",
+    4: "Drain and Reset",
+    5: "Recover IMEX Domain",
+    6: "Bus Reset",
+    7: "System Reboot",
+}
+_RECOVER_DOMAIN = 5
+_OFF_BUS = re.compile(
+    r"NVRM: (?:GPU (?:at )?(?:PCI:)?([0-9a-fA-F:.]{5,20}): GPU has fallen off the bus\b"
+    r"|The NVIDIA GPU ([0-9a-fA-F:.]{5,20})\b(?s:.{0,160}?)"
+    r"\bfallen off the bus and is not responding\b)"
+)
+PROBED = "NVRM: The NVIDIA GPU "
+_OFF_BUS_END = re.compile(
+    r"\s{0,32}NVRM: (?:system has )?fallen off the bus and is not responding\b"
+)
+_OFF_BUS_CODE = 79
 _SXID = re.compile(
     r"nvidia-nvswitch\d{1,3}: SXid \(PCI:([0-9a-fA-F:.]{5,20})\): (\d{1,6}), (Fatal|Non-fatal)\b"
 )
-_UUID = re.compile(r"NVRM: GPU at PCI:([0-9a-fA-F:.]{5,20}): (GPU-[0-9a-fA-F-]{8,40})")
-_LOADED = re.compile(r"NVRM: loading NVIDIA UNIX\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,67 +82,89 @@ class Sxid:
     link: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Burst:
-    """Lines of one code about one device within one minute since boot; ``line`` is the first.
-
-    Of more minutes than `MINUTES_MAX` the oldest are joined into one.
-    """
-
-    address: str
-    code: int
-    minute: int
-    count: int
-    first_us: int
-    last_us: int
-    line: str
-    fatal: bool | None = None
-    link: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """The newest Xid 154 of a GPU: the requested action, and its time (µs since boot)."""
-
-    address: str
-    action: str
-    since_boot_us: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverLog:
-    """The lines of NVIDIA's driver. ``loaded_us``: when it was last loaded, µs since boot.
-
-    ``more`` counts the lines of devices and codes beyond `KINDS_MAX`, which are not kept.
-    """
-
-    xids: tuple[Burst, ...] = ()
-    sxids: tuple[Burst, ...] = ()
-    recovery: tuple[Recovery, ...] = ()
-    loaded_us: int | None = None
-    more: int = 0
-
-
 def parse_xid(text: str) -> Xid | None:
     """Return the Xid in *text* (one kernel record), None if there is none."""
+    if quotes_user(text):
+        return None
     match = _XID.match(text)
     if match is None:
-        return None
-    code, tail = int(match[2]), text[match.end() : match.end() + _DETAIL_MAX]
-    process = _PROCESS.match(tail)
-    severity = _SEVERITY.search(tail) if code in NVLINK5 else None
-    link = _LINK.search(tail) if code in NVLINK5 else None
-    action = _RECOVERY.search(tail) if code == RECOVERY_ACTION else None
-    pid = process and process[1]
+        off_bus = _OFF_BUS.match(text)
+        if off_bus is None:
+            return None
+        return Xid(address=pci_address(off_bus[1] or off_bus[2]), code=_OFF_BUS_CODE)
+    code, process = int(match[2]), _PROCESS.match(text, match.end())
+    words = _driver_words(text, match.end())
+    severity = _SEVERITY.search(words) if code in NVLINK5 else None
+    link = _LINK.search(words) if code in NVLINK5 else None
+    pid, name = (process[1], process[3]) if process else (None, None)
     return Xid(
         address=pci_address(match[1]),
         code=code,
         pid=int(pid) if pid else None,
-        name=process[2] if process else None,
+        name=name and name.partition(", ")[0],
         fatal=severity and severity[1] == "Fatal",
         link=int(link[1]) if link else None,
-        recovery=action and action[1],
+        recovery=_recovery(words) if code == RECOVERY_ACTION else None,
     )
+
+
+def _driver_words(text: str, start: int) -> str:
+    """Return the driver's own words of *text*: what is behind the code and the process."""
+    process = _PROCESS.match(text, start)
+    start = start if process is None else process.end()
+    # A name that does not end where a name must is not the kernel's.
+    return "" if text.startswith(_NAMED, start) else text[start : start + _DETAIL_MAX]
+
+
+def _recovery(words: str) -> str | None:
+    action = _RECOVERY.search(words)
+    if action is None:
+        return None
+    number = int(action[1], 16)
+    known = RECOVERY_WORDS.get(number, f"action 0x{number:x}")
+    return known if number == _RECOVER_DOMAIN else action[2] or known
+
+
+def is_of_domain(recovery: str) -> bool:
+    """Return whether *recovery* is about the NVLink domain of several nodes, not about one GPU."""
+    return "imex" in recovery.lower()
+
+
+def without_name(text: str) -> str | None:
+    """Return the kernel's line *text* without the name of a process, for patterns.
+
+    None: it begins as an Xid's and is none.
+    """
+    if not text.startswith("NVRM: Xid"):
+        return text
+    match = _XID.match(text)
+    if match is None:
+        return None
+    process = _PROCESS.match(text, match.end())
+    if process is not None and process["named"]:
+        return text[: process.start("named")] + text[process.end("named") :]
+    end = match.end() if process is None else process.end()
+    return f"{text[:end]}," if text.startswith(_NAMED, end) else text
+
+
+class OffBusLines:
+    """Joins the lines about a GPU that was off the bus when the driver was loaded.
+
+    Only the first of them names the GPU; in `/dev/kmsg` they usually are one record.
+    """
+
+    def __init__(self) -> None:
+        self._first: str | None = None
+
+    def join(self, record: KernelRecord) -> KernelRecord:
+        """Return *record*, which follows the one before; the last of the lines has the first's."""
+        text, first = record.text, self._first
+        if text.startswith(PROBED):
+            self._first = text
+        elif first is not None and _OFF_BUS_END.match(text):
+            self._first = None
+            return replace(record, text=f"{first}\n{text}")
+        return record
 
 
 def parse_sxid(text: str) -> Sxid | None:
@@ -142,162 +187,22 @@ def pci_address(text: str) -> str:
     return address if "." in address else f"{address}.0"
 
 
-@dataclass(slots=True)
-class _Tally:
-    """A `Burst` that grows."""
+def xid_head(text: str) -> str | None:
+    """Return the beginning of the Xid's line *text*, with its severity: it is equal in repetitions.
 
-    minute: int
-    count: int
-    first_us: int
-    last_us: int
-    line: str
-    link: int | None
-
-
-@dataclass(slots=True)
-class _Series:
-    """The bursts of one code about one device, the oldest first."""
-
-    address: str
-    code: int
-    fatal: bool | None
-    tallies: list[_Tally] = field(default_factory=list)
-
-    def count(self, record: KernelRecord) -> bool:
-        """Count *record* in the burst of its minute; False if there is none yet."""
-        since_boot_us = record.since_boot_us
-        minute = since_boot_us // US_PER_MINUTE
-        # Records of two CPUs may be slightly out of order in the log, so two are compared.
-        for tally in self.tallies[:-3:-1]:
-            if tally.minute == minute:
-                tally.count += 1
-                tally.first_us = min(tally.first_us, since_boot_us)
-                tally.last_us = max(tally.last_us, since_boot_us)
-                return True
-        return False
-
-    def add(self, record: KernelRecord, link: int | None) -> None:
-        if self.count(record):
-            return
-        when_us, line = record.since_boot_us, record.text[:LINE_SHOWN_MAX]
-        self.tallies.append(_Tally(when_us // US_PER_MINUTE, 1, when_us, when_us, line, link))
-        if len(self.tallies) > MINUTES_MAX:
-            self._join_the_oldest()
-
-    def _join_the_oldest(self) -> None:
-        first, second, *rest = self.tallies
-        second.count += first.count
-        second.first_us = min(first.first_us, second.first_us)
-        second.last_us = max(first.last_us, second.last_us)
-        self.tallies = [second, *rest]
-
-    def bursts(self) -> Iterator[Burst]:
-        for tally in self.tallies:
-            yield Burst(
-                address=self.address,
-                code=self.code,
-                minute=tally.minute,
-                count=tally.count,
-                first_us=tally.first_us,
-                last_us=tally.last_us,
-                line=tally.line,
-                fatal=self.fatal,
-                link=tally.link,
-            )
+    None: it is none.
+    """
+    match = _XID.match(text)
+    if match is None:
+        off_bus = _OFF_BUS.match(text)
+        return None if off_bus is None or quotes_user(text) else off_bus[0]
+    if int(match[2]) not in NVLINK5:
+        return match[0]
+    severity = _SEVERITY.search(_driver_words(text, match.end()))
+    return match[0] + (severity[1] if severity else "")
 
 
-class DriverLines:
-    """Collects the lines of NVIDIA's driver, record by record, in bounded memory."""
-
-    def __init__(self) -> None:
-        self.uuids: dict[str, str] = {}
-        self._xids: dict[tuple[str, int, bool | None], _Series] = {}
-        self._sxids: dict[tuple[str, int, bool | None], _Series] = {}
-        # By a line's beginning: repeated lines of a storm are parsed once.
-        self._known: dict[str, _Series] = {}
-        self._recovery: dict[str, Recovery] = {}
-        self._loaded_us: int | None = None
-        self._more = 0
-
-    def add(self, record: KernelRecord) -> bool:
-        """Add *record*; return whether it is a line about an Xid or an SXid."""
-        text = record.text
-        if text.startswith("NVRM: "):
-            return self._add_xid(record) or self._add_remark(record)
-        if text.startswith("nvidia-nvswitch"):
-            return self._add_sxid(record)
-        return False
-
-    def log(self) -> DriverLog:
-        """Return the collected lines."""
-        return DriverLog(
-            xids=tuple(burst for series in self._xids.values() for burst in series.bursts()),
-            sxids=tuple(burst for series in self._sxids.values() for burst in series.bursts()),
-            recovery=tuple(self._recovery.values()),
-            loaded_us=self._loaded_us,
-            more=self._more,
-        )
-
-    def _add_xid(self, record: KernelRecord) -> bool:
-        text = record.text
-        match = _XID.match(text)
-        if match is None:
-            return False
-        head = match[0]
-        if int(match[2]) in NVLINK5:
-            severity = _SEVERITY.search(text, match.end(), match.end() + _DETAIL_MAX)
-            head += severity[1] if severity else ""
-        known = self._known.get(head)
-        if known is not None and known.count(record):
-            return True
-        xid = parse_xid(text)
-        assert xid is not None
-        series = self._series(self._xids, xid.address, xid.code, fatal=xid.fatal)
-        if series is not None:
-            series.add(record, xid.link)
-            if xid.recovery is not None:
-                self._recovery[xid.address] = Recovery(
-                    address=xid.address, action=xid.recovery, since_boot_us=record.since_boot_us
-                )
-            elif xid.code != RECOVERY_ACTION:
-                self._known[head] = series
-        return True
-
-    def _add_sxid(self, record: KernelRecord) -> bool:
-        match = _SXID.match(record.text)
-        if match is None:
-            return False
-        known = self._known.get(match[0])
-        if known is not None and known.count(record):
-            return True
-        sxid = parse_sxid(record.text)
-        assert sxid is not None
-        series = self._series(self._sxids, sxid.address, sxid.code, fatal=sxid.fatal)
-        if series is not None:
-            series.add(record, sxid.link)
-            self._known[match[0]] = series
-        return True
-
-    def _series(
-        self,
-        found: dict[tuple[str, int, bool | None], _Series],
-        address: str,
-        code: int,
-        *,
-        fatal: bool | None,
-    ) -> _Series | None:
-        key = address, code, fatal
-        if key not in found:
-            if len(self._xids) + len(self._sxids) >= KINDS_MAX:
-                self._more += 1
-                return None
-            found[key] = _Series(address, code, fatal)
-        return found[key]
-
-    def _add_remark(self, record: KernelRecord) -> bool:
-        uuid = _UUID.match(record.text)
-        if uuid is not None and len(self.uuids) < KINDS_MAX:
-            self.uuids[pci_address(uuid[1])] = uuid[2]
-        elif _LOADED.match(record.text):
-            self._loaded_us = record.since_boot_us
-        return False
+def sxid_head(text: str) -> str | None:
+    """Return the same for an SXid's line."""
+    match = _SXID.match(text)
+    return None if match is None else match[0]

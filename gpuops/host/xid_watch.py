@@ -26,7 +26,8 @@ from gpuops.host.nvml.facts import GPU_IS_LOST
 from gpuops.host.process.sidecar import die_with_parent
 from gpuops.host.records import from_json, to_json
 from gpuops.host.sysfs import sysfs_address
-from gpuops.host.xid import KINDS_MAX, LINE_SHOWN_MAX, parse_xid
+from gpuops.host.xid import OffBusLines, parse_xid
+from gpuops.host.xid_log import KINDS_MAX, LINE_SHOWN_MAX
 from gpuops.model import UnknownReason
 
 REPEAT_S = 1.0
@@ -173,6 +174,7 @@ class XidLog:
             raise ProbeError("there is no GPU", UnknownReason.MISSING_TOOL)
         self._fd = open_kmsg(root)
         self._rest = b""
+        self._joiner = OffBusLines()
         os.lseek(self._fd, 0, os.SEEK_END)
 
     def run(self) -> None:
@@ -226,7 +228,8 @@ class XidLog:
         if not newline:
             return
         for record in parse_kmsg(complete.decode("utf-8", errors="replace"), rehearsals=True):
-            xid = parse_xid(record.text)
+            text = self._joiner.join(record).text
+            xid = parse_xid(text)
             if xid is None:
                 continue
             gpu = self._gpus.get(xid.address)
@@ -242,7 +245,7 @@ class XidLog:
                     process=xid.pid,
                     fatal=xid.fatal,
                     recovery=xid.recovery,
-                    line=record.text,
+                    line=text,
                 )
             )
 

@@ -130,7 +130,7 @@ def classify(
         )
     process_lines = kernel.lines_with_pids(kernel_lines, _pids(worker))
     return (
-        _by_oom(worker, process_lines)
+        _by_oom(worker, kernel_lines)
         or _by_exception(worker, rules, process_lines)
         or _by_signal(worker, rules, process_lines)
         or _by_log(worker, rules)
@@ -159,8 +159,8 @@ def _pids(worker: WorkerExit) -> set[int]:
     return {worker.pid} | {int(pid) for text in matches for pid in text.split(",") if pid.strip()}
 
 
-def _by_oom(worker: WorkerExit, process_lines: Sequence[str]) -> ClassifiedExit | None:
-    record = kernel.oom_record(process_lines, _pids(worker))
+def _by_oom(worker: WorkerExit, kernel_lines: Sequence[str]) -> ClassifiedExit | None:
+    record = kernel.oom_record(kernel_lines, _pids(worker))
     if record is None:
         return None
     in_cgroup = record.failure_class is FailureClass.CGROUP_OOM

@@ -2,7 +2,8 @@
 
 The OOM killer's record is the only proof that a SIGKILL came from a lack of memory. Its forms are
 those of ``mm/oom_kill.c``: ``Out of memory: Killed process …`` for the whole machine, ``Memory
-cgroup out of memory: Killed process …`` for a limit; older kernels write ``Kill process``.
+cgroup out of memory: Killed process …`` for a limit. Before Linux 5.0 these lines have ``Kill
+process … or sacrifice child``, and a second one, ``Killed process …``, names who was killed.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from gpuops.host.kmsg import message_of, quotes_user
 from gpuops.host.xid import parse_xid
 from gpuops.model import FailureClass, Role, Status
 from gpuops.rules import LogRule, LogSource, first_match
@@ -17,8 +19,9 @@ from gpuops.rules import LogRule, LogSource, first_match
 REMARKS_MAX = 3
 _OOM = re.compile(
     r"(?P<scope>Memory cgroup out|Out) of memory(?: \([^)]{0,80}\))?: "
-    r"Kill(?:ed)? process (?P<pid>\d+)"
+    r"[Kk]ill(?:ed)? process (?P<pid>\d+)"
 )
+_KILLED = re.compile(r"Killed process (?P<pid>\d+)(?:, UID \d+,)? \(")
 # The kernel writes a pid as "python[4711]:", "pid=4711", "process 4711" or "task python:4711".
 _PIDS = re.compile(r"(?:\[|\bpid[= ]'?|\bprocess |\btask [^\s:]{1,32}:)(\d{1,10})\b")
 
@@ -48,12 +51,18 @@ class JobXidFilter:
 
 
 def oom_record(lines: Sequence[str], pids: Collection[int]) -> KernelMatch | None:
-    """Return the OOM killer's record about one of *pids*."""
+    """Return the OOM killer's record about one of *pids* in *lines*, which are in their order."""
+    kind = FailureClass.KERNEL_OOM
     for line in lines:
-        match = _OOM.search(line)
-        if match and int(match["pid"]) in pids:
+        message = message_of(line)
+        if quotes_user(message):
+            continue
+        match = _OOM.match(message)
+        if match is not None:
             in_cgroup = match["scope"].startswith("Memory")
             kind = FailureClass.CGROUP_OOM if in_cgroup else FailureClass.KERNEL_OOM
+        killed = match or _KILLED.match(message)
+        if killed and int(killed["pid"]) in pids:
             return KernelMatch(kind, line)
     return None
 

@@ -23,6 +23,7 @@ from gpuops.control.step import DecisionRecord
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, ProbeError, SpoolError
 from gpuops.host.clock import Clock
 from gpuops.host.kmsg import KernelRecord, kernel_records
+from gpuops.host.xid import OffBusLines
 from gpuops.incident.decision import RestartDecision
 from gpuops.model import Event
 from gpuops.rules import LogRule
@@ -67,7 +68,8 @@ class AttemptKernelLog:
 
     def _read(self) -> list[KernelRecord] | None:
         try:
-            return list(kernel_records(self._root))
+            joiner = OffBusLines()
+            return [joiner.join(record) for record in kernel_records(self._root)]
         except ProbeError:
             return None
 

@@ -12,7 +12,8 @@ from gpuops.host.gpu_names import GpuName, read_gpu_names
 from gpuops.host.kmsg import KernelRecord, journal_records, kernel_records
 from gpuops.host.process.probe import STOP_S
 from gpuops.host.procfs import read_text
-from gpuops.host.xid import DriverLines, DriverLog
+from gpuops.host.xid import OffBusLines
+from gpuops.host.xid_log import DriverLines, DriverLog
 from gpuops.model import Entity, EntityKind, Status, UnknownReason
 from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource, load_rules, required_literals
 from gpuops.units import format_seconds
@@ -128,7 +129,7 @@ class RuleSearch:
             tally.count += 1
             tally.last_us = when
         elif len(self._found) < SUBJECTS_MAX:
-            line = record.text[:LINE_SHOWN_MAX]
+            line = record.text[:LINE_SHOWN_MAX].replace("\n", " ")
             self._found[rule.id, subject] = _Tally(rule, 1, when, when, line)
         else:
             self._more += 1
@@ -136,7 +137,7 @@ class RuleSearch:
     def _clear(self, record: KernelRecord, clearing: Sequence[tuple[str, re.Pattern[str]]]) -> None:
         """Drop the hits that the line of *record* clears."""
         for name, pattern in clearing:
-            match = pattern.search(record.text[:LINE_MAX])
+            match = pattern.match(record.text[:LINE_MAX])
             if match:
                 subject = match.groupdict().get("subject")
                 for key in [found for found in self._found if found[0] == name]:
@@ -213,8 +214,8 @@ def gather(
         ProbeError: *records* cannot be read.
         ConfigError: The catalogue of Xids is malformed.
     """
-    search, lines = RuleSearch(rules), DriverLines()
-    for batch in batches(records):
+    search, lines, joiner = RuleSearch(rules), DriverLines(), OffBusLines()
+    for batch in batches(map(joiner.join, records)):
         search.add(batch)
         for record in batch:
             lines.add(record)

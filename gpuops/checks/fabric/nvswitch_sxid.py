@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject
 from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, since
 from gpuops.checks.core.xid_catalogue import SxidClass, SxidKind
-from gpuops.host.xid import Burst
+from gpuops.host.xid_log import Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 

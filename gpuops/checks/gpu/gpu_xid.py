@@ -14,7 +14,8 @@ from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, sin
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.sysfs import sysfs_address
-from gpuops.host.xid import RECOVERY_ACTION, Burst
+from gpuops.host.xid import RECOVERY_ACTION
+from gpuops.host.xid_log import Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.slurm.env import NUMBERED
 from gpuops.units import format_seconds

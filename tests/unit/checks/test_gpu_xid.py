@@ -24,6 +24,11 @@ CATALOGUE = load_xids(log.XID_DIRS)
 GPU = f"PCI:{ADDRESS}"
 RESET = "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 WELL = "GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+OFF_BUS = [
+    "NVRM: The NVIDIA GPU 0000:3b:00.0",
+    "NVRM: (PCI ID: 10de:2330) installed in this system has",
+    "NVRM: fallen off the bus and is not responding to commands.",
+]
 LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024"
 
 
@@ -236,6 +241,23 @@ def test_lines_are_counted_once_a_minute(read_log, step_us, minutes):
     facts = read_log(xid(31), xid(31), step_us=step_us)
 
     assert len(facts.driver.xids) == minutes
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."],
+        ["\n".join(OFF_BUS)],
+        OFF_BUS,
+        [*OFF_BUS, LOADED],
+    ],
+    ids=["one line", "one record", "three records", "while the driver is loaded"],
+)
+def test_a_gpu_off_the_bus_fails_without_an_xid_too(read_log, lines):
+    (finding,) = findings(read_log(*lines))
+
+    assert said([finding]) == [(GPU, "fail", "gpu_hw.fell_off_bus")]
+    assert "fallen off the bus" in finding.message
 
 
 def test_a_gpu_is_named_by_its_uuid_where_it_is_known(tmp_path, read_log):

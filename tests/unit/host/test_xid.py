@@ -5,11 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kernel_log import records
 
-from gpuops.host import xid
 from gpuops.host.kmsg import KernelRecord
-from gpuops.host.xid import DriverLines, Recovery, Sxid, Xid, parse_sxid, parse_xid, pci_address
+from gpuops.host.xid import OffBusLines, Sxid, Xid, parse_sxid, parse_xid, pci_address
+from gpuops.host.xid_log import KINDS_MAX, MINUTES_MAX, DriverLines, Recovery
 
 MINUTE_US = 60_000_000
+
+
+OFF_BUS = (
+    "NVRM: The NVIDIA GPU 0000:91:00.0",
+    "NVRM: (PCI ID: 10de:2330) installed in this system has",
+    "NVRM: fallen off the bus and is not responding to commands.",
+)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +71,34 @@ MINUTE_US = 60_000_000
             ),
             Xid(address="0000:0a:00.0", code=154, name="<unknown>", recovery="None"),
         ),
+        (
+            "NVRM: Xid (PCI:0000:0a:00): 154, GPU recovery action changed from 0x0 to 0x2",
+            Xid(address="0000:0a:00.0", code=154, recovery="Node Reboot Required"),
+        ),
+        (
+            "NVRM: Xid (PCI:0000:0a:00): 154, GPU recovery action changed from 0x2 to 0x0",
+            Xid(address="0000:0a:00.0", code=154, recovery="None"),
+        ),
+        (
+            "NVRM: Xid (PCI:0000:0a:00): 154, GPU recovery action changed from 0x0 to 0x1f",
+            Xid(address="0000:0a:00.0", code=154, recovery="action 0x1f"),
+        ),
+        (
+            "NVRM: GPU 0000:91:00.0: GPU has fallen off the bus.",
+            Xid(address="0000:91:00.0", code=79),
+        ),
+        (
+            "NVRM: GPU at PCI:0000:91:00: GPU has fallen off the bus.",
+            Xid(address="0000:91:00.0", code=79),
+        ),
+        ("\n".join(OFF_BUS), Xid(address="0000:91:00.0", code=79)),
+        (
+            (
+                "NVRM: The NVIDIA GPU 0000:91:00.0 (PCI ID: 10de:1e07) installed in this\n"
+                "NVRM: system has fallen off the bus and is not responding to commands."
+            ),
+            Xid(address="0000:91:00.0", code=79),
+        ),
     ],
 )
 def test_every_form_of_an_xid_is_taken_apart(line, parts):
@@ -77,6 +112,9 @@ def test_every_form_of_an_xid_is_taken_apart(line, parts):
         "NVRM: Xid (PCI:0000:3b:00): , pid=1",
         "INFO: task NVRM: Xid (PCI:0000:3b:00): 79, blocked for more than 120 seconds",
         "traps: NVRM: Xid (PCI:0000:3b:00): 79, trap invalid opcode",
+        "NVRM: The NVIDIA GPU 0000:91:00.0 (PCI ID: 10de:1eb8)\nNVRM: is not supported",
+        OFF_BUS[0],
+        OFF_BUS[2],
         "",
     ],
 )
@@ -214,29 +252,51 @@ def test_the_drivers_loading_is_dated_and_a_uuid_beside_an_xid_is_kept():
     assert lines.uuids == {"0000:65:00.0": "GPU-5a2a8e5c-0c43-1d5b-6ab1-4f3a2b1c0d9e"}
 
 
+def test_lines_of_a_gpu_off_the_bus_are_joined_where_each_is_a_record():
+    lines = OffBusLines()
+    texts = (OFF_BUS[0], OFF_BUS[1], "eth0: up", OFF_BUS[2], OFF_BUS[2])
+    joined = [lines.join(record).text for record in records(*texts)]
+
+    assert [parse_xid(text) and parse_xid(text).address for text in joined] == [
+        *[None] * 3,
+        "0000:91:00.0",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(("gap_us", "loaded_us"), [(MINUTE_US, 6), (MINUTE_US + 1, None)])
+def test_a_gpu_that_was_off_the_bus_at_a_load_is_not_older_than_it(gap_us, loaded_us):
+    """The driver logs that it was loaded after it has looked for its GPUs."""
+    loaded = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15"
+    log = collected((7, "\n".join(OFF_BUS)), (7 + gap_us, loaded))
+
+    assert log.loaded_us == (7 + gap_us if loaded_us is None else loaded_us)
+    assert "\n" not in log.xids[0].line
+
+
 @given(st.lists(st.integers(0, 300), max_size=400))
 def test_no_line_is_lost_however_many_minutes_there_are(minutes):
     entries = [(minute * MINUTE_US, line(45)) for minute in sorted(minutes)]
     log = collected(*entries)
 
     assert sum(burst.count for burst in log.xids) == len(minutes)
-    assert len(log.xids) <= xid.MINUTES_MAX
+    assert len(log.xids) <= MINUTES_MAX
     if entries:
         assert min(burst.first_us for burst in log.xids) == entries[0][0]
         assert max(burst.last_us for burst in log.xids) == entries[-1][0]
 
 
 def test_of_many_minutes_the_oldest_are_joined_into_one():
-    log = collected(*[(n * MINUTE_US, line(45)) for n in range(xid.MINUTES_MAX + 36)])
+    log = collected(*[(n * MINUTE_US, line(45)) for n in range(MINUTES_MAX + 36)])
 
-    assert [burst.count for burst in log.xids] == [37] + [1] * (xid.MINUTES_MAX - 1)
+    assert [burst.count for burst in log.xids] == [37] + [1] * (MINUTES_MAX - 1)
     assert (log.xids[0].first_us, log.xids[0].last_us) == (0, 36 * MINUTE_US)
 
 
 def test_a_flood_of_codes_is_bounded_and_counted():
-    entries = [(n, line(1000 + n)) for n in range(xid.KINDS_MAX + 5)]
+    entries = [(n, line(1000 + n)) for n in range(KINDS_MAX + 5)]
 
     log = collected(*entries, (9, line(1000)))
 
-    assert len(log.xids) == xid.KINDS_MAX
+    assert len(log.xids) == KINDS_MAX
     assert log.more == 5

@@ -75,6 +75,16 @@ def test_a_process_and_severity_and_wishes_are_told(stand):
     assert (page.process, link.fatal, wish.recovery) == (4711, False, "GPU Reset Required")
 
 
+def test_a_gpu_off_the_bus_is_told_in_three_records_too(stand):
+    stand.write("3,7,100,-;NVRM: The NVIDIA GPU 0000:3b:00.0\n")
+    assert stand.said() == []
+    stand.write("3,8,100,-;NVRM: (PCI ID: 10de:2330) installed in this system has\n")
+    stand.write("3,9,100,-;NVRM: fallen off the bus and is not responding to commands.\n")
+    (xid,) = stand.said()
+
+    assert (xid.code, xid.uuid) == (79, UUID)
+
+
 def test_a_storm_of_170000_lines_hides_no_other(stand):
     storm = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, Ch 1"
     stand.write("".join(f"4,{n},100,-;{storm}\n" for n in range(170_000)))

@@ -4,7 +4,7 @@ import json
 
 from gpuops.host.clock import FakeClock
 from gpuops.host.gpu_names import GpuName
-from gpuops.host.xid import KINDS_MAX
+from gpuops.host.xid_log import KINDS_MAX
 from gpuops.host.xid_watch import (
     XidEvent,
     XidReporter,

@@ -1,9 +1,11 @@
 """The fuse: how many nodes may be drained for one check, held against SQLite and Postgres alike."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import insert
+from support.fuse_fleet import MemoryPermits
 
 from gpuops.errors import StoreUnreachableError
 from gpuops.model import FailureClass, IncidentState
@@ -246,3 +248,22 @@ def test_a_store_that_cannot_be_used_is_an_error(tmp_path):
 
     with pytest.raises(StoreUnreachableError):
         ask(f"sqlite:///{tmp_path}/file/store.db", "n1")
+
+
+def test_the_simulated_store_of_the_benchmark_answers_as_a_store_does(url):
+    """`bench_fuse` measures with `MemoryPermits`: they are worth as much as this test."""
+    fleet_of(url, 100)
+    rng, settings = random.Random(5), FuseSettings(max_drained=8)
+    memory, now_s = MemoryPermits(100, settings), NOW_US // 1_000_000
+    checks = {"a": HARDWARE, "b": SHARED, "c": SHARED, "d": LIMIT}
+    for _ in range(40):
+        now_s += rng.choice((1, 60, 500))
+        node, names = f"f{rng.randrange(20)}", rng.sample(sorted(checks), rng.randint(1, 3))
+        if rng.random() < 0.1:
+            release_permits(url, cluster="c1", node=node, before_us=(now_s + 1) * 1_000_000)
+            memory.release(node)
+            continue
+        requests = [wanted(name, checks[name]) for name in names]
+        permits = ask_all(url, node, requests, now_us=now_s * 1_000_000, max_drained=8)
+        answers = memory.request(node, [(name, checks[name]) for name in names], now_s)
+        assert [permit.granted for permit in permits] == answers

@@ -23,6 +23,7 @@ from gpuops.checks.core.runner import CheckRun
 from gpuops.checks.gpu.gpus import entity_of
 from gpuops.config.resolve import GateMode, read_toml
 from gpuops.errors import ProbeError, UsageError
+from gpuops.gate.check_changes import is_new_decision
 from gpuops.gate.drain import DrainRecord, read_drain, write_drain
 from gpuops.gate.node_state import GPUS_PROBE, StateError, read_state
 from gpuops.gate.permit import GateSettings, start_permission_request
@@ -267,10 +268,21 @@ def _open_incident_id(gate: GateSettings, cause: DrainCause) -> str | None:
 def record_decision(
     options: RecordOptions, drain: DrainRecord, outcome: DrainOutcome, clock: Clock
 ) -> str | None:
-    """Record the decision about the node of *drain*; return what went wrong."""
+    """Record the decision about the node of *drain*; return what went wrong.
+
+    A failing node that is not drained is decided about again at each check: the same decision about
+    the same job is recorded once.
+    """
 
     def events() -> list[Event]:
         from gpuops.store.events import new_event
+
+        what = (outcome, drain.check, drain.failure_class, drain.incident, drain.job_id)
+        is_repeated = options.state_dir is not None and not is_new_decision(
+            options.state_dir, options.uid, " ".join(map(str, what))
+        )
+        if is_repeated and outcome not in (DrainOutcome.DRAIN, DrainOutcome.KEPT):
+            return []
 
         payload: Json = {
             "course": outcome.value,

@@ -6,6 +6,7 @@ The node's file holds its open incidents; it is changed in the child that record
 a file that hangs or cannot be written costs no verdict either.
 """
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterable
@@ -15,9 +16,10 @@ from pathlib import Path
 from gpuops.checks.core.runner import CheckRun
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import ProbeError
+from gpuops.gate.check_changes import RunRecord, plan_record
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.clock import Clock
-from gpuops.host.node_state import NodeState, Repair, boot_id
+from gpuops.host.node_state import NodeState, RecordedRun, Repair, boot_id
 from gpuops.host.process import probe
 from gpuops.host.process.command import module_command, spawn_detached
 from gpuops.host.process.inspect import process_state
@@ -27,7 +29,7 @@ from gpuops.host.trust import current_uid
 from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.log import printable
-from gpuops.model import Event, Incident, IncidentState, Severity, Status, uuid7
+from gpuops.model import Event, Incident, IncidentState, Json, Severity, Status, uuid7
 from gpuops.resources import data_dir
 from gpuops.units import NS_PER_S
 
@@ -81,11 +83,45 @@ class CheckOccasion:
     mode: str | None = None
 
 
-def events_of(check_run: CheckRun, occasion: CheckOccasion, clock: Clock) -> list[Event]:
-    """Return the events of *check_run*: the run itself, and each failure of gpuops in it."""
-    from gpuops.store.events import new_event
+def events_of(
+    check_run: CheckRun, occasion: CheckOccasion, clock: Clock, planned: RunRecord | None = None
+) -> list[Event]:
+    """Return the events of *check_run*: the run itself, and each new failure of gpuops in it.
 
-    payload = {
+    *planned*: what of it is new; None: nothing is known of earlier runs.
+    """
+    from gpuops.store.events import UNCHANGED, new_event
+
+    record = planned or _plan(check_run, occasion, None)
+    kind, payload = "check.ran", _new_run_json(check_run, occasion, record)
+    if not record.is_new:
+        kind, payload = UNCHANGED, _extended_run_json(check_run, occasion, record)
+    severity = _SEVERITY.get(check_run.verdict, Severity.INFO)
+    event = new_event(kind, node=check_run.node, clock=clock, severity=severity, payload=payload)
+    events = [replace(event, id=record.run.id) if record.is_new else event]
+    for failure in record.failures:
+        payload = to_json(failure)
+        severity = Severity.WARNING
+        events.append(
+            new_event(
+                "tool.failed", node=check_run.node, clock=clock, severity=severity, payload=payload
+            )
+        )
+    return events
+
+
+def _plan(check_run: CheckRun, occasion: CheckOccasion, before: RecordedRun | None) -> RunRecord:
+    return plan_record(
+        check_run,
+        before,
+        mode=occasion.mode,
+        all_gpus=occasion.gpus is None,
+        new_id=lambda: uuid7(check_run.start_us, os.urandom(10)),
+    )
+
+
+def _new_run_json(check_run: CheckRun, occasion: CheckOccasion, record: RunRecord) -> Json:
+    return {
         "suite": check_run.suite,
         "trigger": occasion.trigger,
         "job_id": occasion.job_id,
@@ -96,22 +132,24 @@ def events_of(check_run: CheckRun, occasion: CheckOccasion, clock: Clock) -> lis
         "start_us": check_run.start_us,
         "end_us": check_run.end_us,
         "verdict": check_run.verdict.word,
-        "findings": [finding.to_json() for finding in check_run.findings],
+        "findings": [finding.to_json() for finding in record.findings],
+        "parts": [part.to_json() for part in record.parts],
         "late": list(check_run.late),
+        **record.sample_json(),
     }
-    severity = _SEVERITY.get(check_run.verdict, Severity.INFO)
-    events = [
-        new_event("check.ran", node=check_run.node, clock=clock, severity=severity, payload=payload)
-    ]
-    for failure in check_run.failures:
-        payload = to_json(failure)
-        severity = Severity.WARNING
-        events.append(
-            new_event(
-                "tool.failed", node=check_run.node, clock=clock, severity=severity, payload=payload
-            )
-        )
-    return events
+
+
+def _extended_run_json(check_run: CheckRun, occasion: CheckOccasion, record: RunRecord) -> Json:
+    return {
+        "run": record.run.id,
+        "suite": check_run.suite,
+        "trigger": occasion.trigger,
+        "first_us": record.run.start_us,
+        "start_us": check_run.start_us,
+        "runs": record.run.runs,
+        "verdict": check_run.verdict.word,
+        **record.sample_json(),
+    }
 
 
 def _boot_us(check_run: CheckRun) -> int | None:
@@ -129,17 +167,17 @@ def record_check_run(
     late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
 
     def events() -> list[Event]:
-        found = events_of(check_run, occasion, clock)
         if options.state_dir is None:
-            return found
-        incidents = changed_incidents(
+            return events_of(check_run, occasion, clock)
+        changed = apply_to_state(
             check_run,
             occasion,
             options.state_dir,
             options.uid,
             is_late=lambda: clock.mono_ns() > late_ns,
         )
-        return [*found, *incident_events(incidents, check_run.node, clock)]
+        found = events_of(check_run, occasion, clock, changed.record)
+        return [*found, *incident_events(changed.incidents, check_run.node, clock)]
 
     return record(events, check_run.node, options, clock)
 
@@ -204,6 +242,8 @@ def _late_text(spool_dir: Path, pid: int, waited_s: float) -> str:
 def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Clock) -> str | None:
     from gpuops.store.spool.record import spool_recorder
 
+    if not events:
+        return None
     recorder = spool_recorder(
         options.spool_dir,
         node=node,
@@ -213,6 +253,10 @@ def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Cloc
     )
     recorder.record(*events)
     recorder.close()
+    if recorder.lost and options.state_dir is not None:
+        # The next run is recorded in full: this one will never reach the store.
+        with contextlib.suppress(StateError):
+            change_state(options.state_dir, options.uid, lambda state: replace(state, recorded={}))
     try:
         start_detached_gpuops(options, "db", "flush", "--quiet")
     except OSError as exc:
@@ -230,20 +274,29 @@ def start_detached_gpuops(options: RecordOptions, *words: str) -> None:
     spawn_detached(module_command("gpuops", *config, *words), options.environ)
 
 
-def changed_incidents(
+@dataclass(frozen=True, slots=True)
+class StateChanges:
+    """What a run changes: ``incidents`` to record, and what of the run; None: all of it."""
+
+    incidents: tuple[Incident, ...] = ()
+    record: RunRecord | None = None
+
+
+def apply_to_state(
     check_run: CheckRun,
     occasion: CheckOccasion,
     state_dir: Path,
     uid: int,
     *,
     is_late: Callable[[], bool] = lambda: False,
-) -> tuple[Incident, ...]:
-    """Return the incidents to record after *check_run*; the file in *state_dir* holds open ones.
+) -> StateChanges:
+    """Return what *check_run* changes; the file in *state_dir* holds what was recorded before.
 
     If the file cannot be written, a failure is one incident a day: it would be a new one at each
     check. If it *is_late*, another check may have run meanwhile, and nothing is changed.
     """
-    changed: list[Incident] = []
+    changed = StateChanges()
+    key = f"{check_run.suite}/{occasion.trigger}"
     about = NodeCheckContext(
         runbooks=failing_runbooks(check_run.findings, data_dir("runbooks")),
         new_id=lambda _key: uuid7(check_run.start_us, os.urandom(10)),
@@ -253,18 +306,21 @@ def changed_incidents(
     )
 
     def change(state: NodeState) -> NodeState:
+        nonlocal changed
         if is_late():
             return state
         found = update_incidents(check_run, state.incidents, replace(about, repairs=state.repairs))
-        changed[:] = found.changed
-        return replace(state, incidents=found.open)
+        record = _plan(check_run, occasion, state.recorded.get(key))
+        changed = StateChanges(found.changed, record)
+        recorded = {**state.recorded, key: record.run}
+        return replace(state, incidents=found.open, recorded=recorded)
 
     try:
         change_state(state_dir, uid, change)
     except StateError:
         daily = replace(about, new_id=lambda key: _daily_id(check_run, key))
-        return update_incidents(check_run, {}, daily).changed
-    return tuple(changed)
+        return StateChanges(update_incidents(check_run, {}, daily).changed)
+    return changed
 
 
 def acknowledge(state_dir: Path, uid: int, repair: Repair) -> tuple[Incident, ...]:

@@ -130,6 +130,29 @@ class FleetCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """The last check run of a suite that was recorded with its findings; later runs extend it.
+
+    ``runs``: how many had this result. ``not_passed``: the statuses of what did not pass, by check
+    and entity. ``failures``: what of gpuops failed. ``sampled_us``, ``parts_us``: when values and
+    parts were last recorded.
+    """
+
+    id: str
+    boot_id: str
+    start_us: int
+    runs: int
+    status: str
+    profile: str
+    mode: str | None = None
+    not_passed: Mapping[str, str] = field(default_factory=dict)
+    parts: frozenset[str] = frozenset()
+    failures: frozenset[str] = frozenset()
+    sampled_us: int = 0
+    parts_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     """The file's content. ``hangs`` and ``crashes``: since NVML last answered, oldest first.
 
@@ -137,7 +160,8 @@ class NodeState:
     prolog, by job id. ``persistence``: of the GPUs, when NVML last answered. ``repairs`` and
     ``strikes``: the last answer of the store. ``incidents``: the open ones of this node, by
     `gpuops.incident.incidents.node.incident_key`. ``profile``: the name of the profile that the
-    GPUs last matched. ``fleet``: the store's last answer about the fleet.
+    GPUs last matched. ``fleet``: the store's last answer about the fleet. ``recorded``: by suite
+    and caller. ``decided``: the last recorded decision to leave the node as it is.
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -150,6 +174,8 @@ class NodeState:
     incidents: Mapping[str, OpenIncident] = field(default_factory=dict)
     profile: str | None = None
     fleet: FleetCount | None = None
+    recorded: Mapping[str, RecordedRun] = field(default_factory=dict)
+    decided: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

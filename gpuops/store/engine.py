@@ -46,19 +46,23 @@ class SchemaFit(Enum):
     FOREIGN = "foreign"
 
 
+_PRE_RELEASE_REVISIONS = ("0002", "0003")
+
+
 def compare_revision(
     store_revision: str | None, *, has_tables: bool, code_revision: str = REVISION
 ) -> SchemaFit:
     """Return how revision *store_revision* (None: no migration has run) fits *code_revision*.
 
-    Revisions are numbers in one sequence. One above *code_revision* is unknown: it is from a newer
-    gpuops, or from a pre-release whose migrations were merged into the first one.
+    Revisions are numbers in one sequence. One above *code_revision* is unknown, as it is from a
+    newer gpuops; so are those of pre-releases whose migrations were merged into the first one.
     """
     if store_revision is None:
         return SchemaFit.FOREIGN if has_tables else SchemaFit.EMPTY
     if store_revision == code_revision:
         return SchemaFit.CURRENT
-    if store_revision.isdecimal() and int(store_revision) < int(code_revision):
+    is_older = store_revision.isdecimal() and int(store_revision) < int(code_revision)
+    if is_older and store_revision not in _PRE_RELEASE_REVISIONS:
         return SchemaFit.OLDER
     return SchemaFit.UNKNOWN
 

@@ -64,6 +64,7 @@ def lost_events_event(
     )
 
 
+UNCHANGED = "check.unchanged"
 DRAINED = "node.drained"
 RESUMED = "node.resumed"
 REPAIRED = "node.repaired"

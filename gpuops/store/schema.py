@@ -1,5 +1,8 @@
 """The tables. ``events`` is append-only; all others but `COORDINATION_TABLES` are derived from it.
 
+Only runs of checks that change nothing are no events: they extend rows of `check_runs`, and add
+samples (``UNSTORED_KINDS`` in `gpuops.store.ingest.projections.registry`).
+
 The same on SQLite and Postgres, with identical rows: ids are text (UUIDv7 from a writer, UUIDv5 of
 the natural key for a derived row), times are epoch microseconds UTC in ``*_us``, JSON is canonical
 text. No foreign key refers from ``events`` to a derived table, because those can be dropped and
@@ -22,12 +25,15 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from gpuops.store.checks import check_results as check_results  # noqa: PLC0414
+from gpuops.store.checks import check_runs as check_runs  # noqa: PLC0414
+from gpuops.store.checks import check_samples as check_samples  # noqa: PLC0414
 from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
 from gpuops.store.coordination import drain_permits, fuses
 
-# The next revision is 0004: pre-releases wrote stores with the revisions 0002 and 0003.
-REVISION = "0001"
+# Pre-releases wrote stores with the revisions 0002 and 0003, which are not of this sequence.
+REVISION = "0004"
 """The revision of the newest migration: it makes these tables."""
 
 events = Table(
@@ -163,46 +169,6 @@ progress = Table(
     Column("step_time_p50_us", BigInteger),
     Column("step_time_max_us", BigInteger),
     PrimaryKeyConstraint("attempt_id", "minute_us"),
-)
-
-check_runs = Table(
-    "check_runs",
-    metadata,
-    Column("id", Key, primary_key=True),
-    Column("node_id", Key, ForeignKey("nodes.id"), nullable=False),
-    Column("suite", Text, nullable=False),
-    Column("trigger", Text, nullable=False),
-    Column("start_us", BigInteger, nullable=False),
-    Column("end_us", BigInteger, nullable=False),
-    Column("verdict", Text, nullable=False),
-    Column("late", JsonText, nullable=False),
-    Column("job_id", Text),
-    Column("profile", Text),
-    Column("mode", Text),
-    Index(None, "node_id", "start_us"),
-    Index(None, "job_id"),
-)
-
-check_results = Table(
-    "check_results",
-    metadata,
-    Column("check_run_id", Key, ForeignKey("check_runs.id"), nullable=False),
-    Column("ordinal", BigInteger, nullable=False),
-    Column("check_name", Text, nullable=False),
-    Column("entity_kind", Text, nullable=False),
-    Column("entity_id", Text, nullable=False),
-    Column("verdict", Text, nullable=False),
-    Column("value", Double),
-    Column("value_text", Text),
-    Column("unit", Text),
-    Column("threshold", Text),
-    Column("source", Text),
-    Column("message", Text, nullable=False),
-    Column("failure_class", Text),
-    Column("unknown_reason", Text),
-    PrimaryKeyConstraint("check_run_id", "ordinal"),
-    Index(None, "check_name", "verdict"),
-    Index(None, "entity_kind", "entity_id"),
 )
 
 incidents = Table(

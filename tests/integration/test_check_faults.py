@@ -116,7 +116,16 @@ def test_ten_checks_at_once_agree_and_lose_or_double_nothing(tmp_path, mock):
     known = json.loads((site.state / "node.json").read_text())["state"]
     assert len(known["incidents"]) == 1
     site.asked("db", "flush")
-    wait_until(lambda: "check_runs 10" in site.asked("db", "status"))
+    (node,) = json.loads(site.asked("node", "ls", "--json"))["nodes"]
+
+    def counts():
+        site.asked("db", "flush")
+        shown = json.loads(site.asked("node", "show", node["name"], "--json"))["findings"]
+        return {item["count"] for item in shown if item["status"] == "fail"}
+
+    wait_until(lambda: counts() == {10})
+    # The same result ten times: one record, extended nine times.
+    assert "check_runs 1\n" in site.asked("db", "status")
     (incident,) = json.loads(site.asked("incident", "ls", "--json"))["incidents"]
     assert incident["failure_class"] == "gpu_hw.fell_off_bus"
 

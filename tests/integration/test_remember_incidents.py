@@ -12,7 +12,7 @@ from gpuops.gate.record import (
     CheckOccasion,
     RecordOptions,
     acknowledge,
-    changed_incidents,
+    apply_to_state,
     record_check_run,
 )
 from gpuops.host.clock import FakeClock, SystemClock
@@ -81,6 +81,10 @@ def memory(tmp_path, state_dir=None):
     )
 
 
+def changed_incidents(*args, **more):
+    return apply_to_state(*args, **more).incidents
+
+
 def spooled(tmp_path):
     segments = sorted(find_segments(tmp_path / "spool"), key=lambda item: item.path.stat().st_ino)
     lines = [raw for item in segments for raw in item.path.read_bytes().splitlines()]
@@ -138,7 +142,7 @@ def test_our_own_failures_are_told_as_events(tmp_path):
 
     record_check_run(ran(PASSES, failures=[failed]), PROLOG, memory(tmp_path), SystemClock())
 
-    assert [event.kind for event in spooled(tmp_path)] == ["check.ran", "tool.failed"]
+    assert sorted(event.kind for event in spooled(tmp_path)) == ["check.ran", "tool.failed"]
 
 
 def test_an_incident_keeps_its_id_from_prolog_to_prolog_and_closes(state_dir):
@@ -206,13 +210,30 @@ def test_what_the_file_holds_besides_is_left_alone(state_dir):
     assert read_state(state_dir, UID).profile == "h100"
 
 
-def test_recording_twice_gives_events_of_their_own(tmp_path, state_dir):
-    clock = FakeClock()
-    for at in (0, 60):
-        record_check_run(ran(FAILS, at=at), PROLOG, memory(tmp_path, state_dir), clock)
+def test_a_run_that_changes_nothing_extends_the_recorded_one(tmp_path, state_dir):
+    clock, options = FakeClock(), memory(tmp_path, state_dir)
+    busy = replace(PASSES, check="load", status=Status.WARN, message="load is 9")
+    for at, words in ((0, "load is 9"), (300, "load is 8"), (600, "load is 7")):
+        record_check_run(ran(PASSES, replace(busy, message=words), at=at), PROLOG, options, clock)
+    record_check_run(ran(PASSES, replace(busy, status=Status.PASS), at=900), PROLOG, options, clock)
 
-    assert sorted(event.kind for event in spooled(tmp_path)) == [
-        "check.ran",
-        "check.ran",
-        "incident.recorded",
+    first, *unchanged, recovered = sorted(
+        spooled(tmp_path), key=lambda item: item.payload["start_us"]
+    )
+
+    assert [event.kind for event in unchanged] == ["check.unchanged"] * 2
+    assert [(event.payload["run"], event.payload["runs"]) for event in unchanged] == [
+        (first.id, 2),
+        (first.id, 3),
     ]
+    assert [finding["check"] for finding in first.payload["findings"]] == ["load"]
+    assert [finding["status"] for finding in recovered.payload["findings"]] == ["pass"]
+    assert first.payload["parts"] == [GPU.to_json()]
+
+
+def test_what_cannot_be_spooled_is_recorded_whole_the_next_time(tmp_path, state_dir):
+    options = memory(tmp_path, state_dir)
+    options.spool_dir.write_text("no folder")
+    record_check_run(ran(FAILS), PROLOG, options, FakeClock())
+
+    assert read_state(state_dir, UID).recorded == {}

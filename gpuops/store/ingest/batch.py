@@ -2,7 +2,8 @@
 
 Any permutation, duplication or splitting of the same lines results in the same rows: an event is
 identified by its id and by its (origin, boot_id, seq), and its projected rows are combined by
-`merge`. After an upgrade `rebuild_projections` reads the stored events again, to fill new tables.
+`merge`. A line that says that nothing changed is no event: its rows alone are merged. After an
+upgrade `rebuild_projections` reads the stored events again, to fill new tables.
 """
 
 import contextlib
@@ -17,7 +18,11 @@ from sqlalchemy.dialects import postgresql, sqlite
 from gpuops.store import schema
 from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
 from gpuops.store.ingest.merge import MergeRule, Row, upsert
-from gpuops.store.ingest.projections.registry import TABLE_ORDER, project_event
+from gpuops.store.ingest.projections.registry import (
+    TABLE_ORDER,
+    UNSTORED_KINDS,
+    project_event,
+)
 from gpuops.store.queries.run_queries import event_of
 from gpuops.store.spool.format import SpoolLine, SpoolLineError
 
@@ -46,16 +51,19 @@ def ingest(connection: Connection, envelopes: Sequence[EventEnvelope], now_us: i
         SpoolLineError: A payload is invalid (see `project_event`); nothing is written.
         sqlalchemy.exc.SQLAlchemyError: The database refused or went away.
     """
+    unstored = [e for e in envelopes if e.event.kind in UNSTORED_KINDS]
+    envelopes = [e for e in envelopes if e.event.kind not in UNSTORED_KINDS]
     first = {_line_key(envelope): envelope for envelope in reversed(envelopes)}
+    unstored_rows = [row for envelope in unstored for row in project_event(envelope)]
     rows_by_line = {line_key: project_event(envelope) for line_key, envelope in first.items()}
     new = [first[line_key] for line_key in _insert_events(connection, list(first.values()), now_us)]
-    write_projected_rows(
-        connection, [row for envelope in new for row in rows_by_line[_line_key(envelope)]]
-    )
+    stored_rows = [row for envelope in new for row in rows_by_line[_line_key(envelope)]]
+    write_projected_rows(connection, [*stored_rows, *unstored_rows])
     upsert(connection, INGEST_LOG, [_log_row(envelope) for envelope in new])
     written = set(map(id, new))
     conflicting = _find_conflicting(connection, [e for e in envelopes if id(e) not in written])
-    return IngestCounts(len(new), len(envelopes) - len(new) - len(conflicting), tuple(conflicting))
+    known = len(envelopes) - len(new) - len(conflicting)
+    return IngestCounts(len(new) + len(unstored), known, tuple(conflicting))
 
 
 def write_projected_rows(connection: Connection, projected: Iterable[ProjectedRow]) -> None:

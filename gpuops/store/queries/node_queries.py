@@ -158,7 +158,8 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
     found = connection.execute(query).all()
     ids = [row.id for row in found] if name is not None else None
     states = _newest(connection, schema.node_states, "t_us", "state", ids)
-    verdicts = _newest(connection, schema.check_runs, "start_us", "verdict", ids)
+    statuses = _newest(connection, schema.check_runs, "last_us", "status", ids)
+    checked_us = _newest(connection, schema.check_runs, "last_us", "last_us", ids)
     open_incidents = _open_incidents(connection, name)
     return [
         NodeRow(
@@ -166,9 +167,9 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
             name=row.name,
             cluster=row.cluster,
             first_seen_us=row.first_seen_us,
-            last_seen_us=row.last_seen_us,
+            last_seen_us=max(row.last_seen_us, checked_us.get(row.id, 0)),
             state=states.get(row.id),
-            verdict=verdicts.get(row.id),
+            verdict=statuses.get(row.id),
             open_incidents=open_incidents.get((row.cluster_id, row.name), 0),
         )
         for row in found
@@ -177,7 +178,7 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
 
 def _newest(
     connection: Connection, table: Table, order: str, column: str, ids: list[str] | None
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return *column* of each node's row with the greatest *order*."""
     last = select(table.c.node_id, func.max(table.c[order]).label("last")).group_by(table.c.node_id)
     if ids is not None:
@@ -273,19 +274,18 @@ def incidents_of(connection: Connection, node_id: str, name: str, limit: int) ->
 
 def list_findings(connection: Connection, node_id: str, *, since_us: int) -> tuple[FindingRow, ...]:
     """Return the findings of a node that are no pass, equal ones as one, newest first."""
-    run, result, event = schema.check_runs.c, schema.check_results.c, schema.events.c
+    run, result = schema.check_runs.c, schema.check_results.c
     query = (
-        select(schema.check_results, run.start_us, event.origin_uid)
+        select(schema.check_results, run.start_us, run.last_us, run.runs, run.origin_uid)
         .join(schema.check_runs, run.id == result.check_run_id)
-        .join(schema.events, event.id == run.id)
-        .where(run.node_id == node_id, run.start_us >= since_us)
-        .where(result.verdict.not_in(_UNREMARKABLE))
+        .where(run.node_id == node_id, run.last_us >= since_us)
+        .where(result.status.not_in(_UNREMARKABLE))
         .order_by(run.start_us.desc(), run.id.desc(), result.ordinal)
         .limit(_RESULTS_MAX)
     )
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for row in connection.execute(query).mappings():
-        names = ("check_name", "entity_kind", "entity_id", "verdict", "failure_class")
+        names = ("check_name", "entity_kind", "entity_id", "status", "failure_class")
         groups.setdefault((*(row[name] for name in names), row["origin_uid"]), []).append(row)
     found = [_group_findings(rows) for rows in groups.values()]
     return tuple(sorted(found, key=lambda item: -item.last_us)[:ROWS_MAX])
@@ -297,12 +297,12 @@ def _group_findings(rows: Sequence[Any]) -> FindingRow:
         check=newest["check_name"],
         entity_kind=newest["entity_kind"],
         entity_id=newest["entity_id"],
-        status=newest["verdict"],
+        status=newest["status"],
         message=newest["message"],
         failure_class=newest["failure_class"],
         first_us=rows[-1]["start_us"],
-        last_us=newest["start_us"],
-        count=len(rows),
+        last_us=max(row["last_us"] for row in rows),
+        count=sum(row["runs"] for row in rows),
         uid=newest["origin_uid"],
     )
 

@@ -77,15 +77,16 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRunRow:
-    """One run of a suite on a node."""
+    """A run of a suite on a node, and those until ``last_us`` with the same result."""
 
     id: str
     node: str
     suite: str
     trigger: str
     start_us: int
-    end_us: int
-    verdict: str
+    last_us: int
+    runs: int
+    status: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,8 +330,9 @@ def check_runs(
             suite=row["suite"],
             trigger=row["trigger"],
             start_us=row["start_us"],
-            end_us=row["end_us"],
-            verdict=row["verdict"],
+            last_us=row["last_us"],
+            runs=row["runs"],
+            status=row["status"],
         )
         for row in connection.execute(query).mappings()
     ]

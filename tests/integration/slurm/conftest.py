@@ -38,6 +38,15 @@ class History:
                 return []
         return [json.loads(payload) for where, payload in rows if node in {None, where}]
 
+    def runs(self, node, trigger):
+        """Return how many check runs of *trigger* the store knows."""
+        query = (
+            "SELECT coalesce(sum(runs), 0) FROM check_runs JOIN nodes ON nodes.id = node_id"
+            " WHERE hostname = ? AND trigger = ?"
+        )
+        with sqlite3.connect(f"file:{self.path}?mode=ro", uri=True) as connection:
+            return connection.execute(query, (node, trigger)).fetchone()[0]
+
     def wait(self, kind, node=None, **wanted):
         """Return the first event of *kind* whose payload has *wanted*."""
 

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.
 
 
 def checks(history, name):
-    return len([run for run in history.events("check.ran", name) if run["trigger"] == "health"])
+    return history.runs(name, "health")
 
 
 def test_an_idle_node_that_fails_is_drained_and_comes_back_after_its_repair(

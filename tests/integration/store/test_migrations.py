@@ -9,7 +9,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import insert, inspect, select, text
 from support.stories import dump, envelopes, story
 
 from gpuops.errors import (
@@ -18,9 +18,11 @@ from gpuops.errors import (
     SchemaMismatchError,
     StoreUnreachableError,
 )
-from gpuops.store.engine import open_store
+from gpuops.store.backends import connect_engine, parse_url
+from gpuops.store.engine import IncidentStore, memory_store, open_store
 from gpuops.store.ingest.batch import ingest, rebuild_projections
-from gpuops.store.migrate import alembic_config, upgrade_store
+from gpuops.store.migrate import alembic_config, upgrade, upgrade_store
+from gpuops.store.queries import run_queries
 from gpuops.store.schema import REVISION, metadata
 
 
@@ -207,3 +209,32 @@ def test_tables_that_are_new_are_filled_from_the_events_of_before(url):
         rebuild_projections(connection)
 
         assert dump(connection) == before
+
+
+def test_what_the_first_schema_held_is_kept_as_changes(url):
+    """Its check runs had a row for each finding, mostly passes."""
+    parsed = parse_url(url)
+    engine = connect_engine(parsed, mode="write")
+    with IncidentStore(engine, parsed) as store:
+        upgrade(store, "0001")
+        with store.begin() as connection:
+            for line in story(1):
+                (row,) = _event_rows(line)
+                connection.execute(insert(metadata.tables["events"]).values(row))
+
+    assert upgrade_store(url) == ("0001", REVISION)
+
+    with open_store(url, mode="read") as store, store.begin() as connection:
+        runs = run_queries.check_runs(connection)
+        results = connection.execute(text("SELECT check_name, status FROM check_results")).all()
+    assert [(run.status, run.runs) for run in runs] == [("unknown", 1)] * 2
+    assert [tuple(row) for row in results] == [("mounts", "unknown")] * 2
+
+
+def _event_rows(line):
+    """Return the row of *line* in `events`, as a store has it."""
+    with memory_store() as store, store.begin() as connection:
+        ingest(connection, envelopes([line]), 1)
+        return [
+            dict(row) for row in connection.execute(select(metadata.tables["events"])).mappings()
+        ]

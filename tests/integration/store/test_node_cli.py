@@ -11,7 +11,7 @@ from support.warm_python import warm_run
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.gate.node_state import read_state
-from gpuops.gate.record import CheckOccasion, changed_incidents
+from gpuops.gate.record import CheckOccasion, apply_to_state
 from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store
@@ -219,7 +219,8 @@ def test_what_makes_no_sense_is_a_mistake_on_the_command_line(site, options, wor
 def test_on_the_node_itself_a_repair_needs_no_store(tmp_path):
     site = Site(tmp_path, f"sqlite:///{tmp_path}/file/store.db")
     (tmp_path / "file").write_text("")
-    (opened,) = changed_incidents(_failed_run(), CheckOccasion(trigger="prolog"), site.state, 0)
+    occasion = CheckOccasion(trigger="prolog")
+    (opened,) = apply_to_state(_failed_run(), occasion, site.state, 0).incidents
 
     done = site.gpuops("repair", "n1", "--what", "reseated", node="n1")
 

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import func, select
 from support.postgres import running_server
-from support.prologs import FINDINGS, GPUS, check_run, record
+from support.prologs import GPUS, check_run, record
 
 from gpuops.host.clock import SystemClock
+from gpuops.model import Status
 from gpuops.store import schema
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
@@ -50,7 +51,8 @@ def counts(url):
         return [connection.scalar(select(func.count()).select_from(table)) for table in tables]
 
 
-EXPECTED = [NODES, NODES, NODES * FINDINGS, NODES * GPUS]
+FAILED = sum(check_run(number).verdict is Status.FAIL for number in range(NODES))
+EXPECTED = [NODES, NODES, FAILED, NODES * GPUS]
 
 
 def test_all_rows_of_many_prologs_arrive_and_none_twice(tmp_path, postgres_url):

@@ -16,15 +16,17 @@ from gpuops.store.schema import REVISION
     [
         (None, False, SchemaFit.EMPTY),
         (None, True, SchemaFit.FOREIGN),
-        ("0003", True, SchemaFit.CURRENT),
-        ("0002", True, SchemaFit.OLDER),
-        ("0004", True, SchemaFit.UNKNOWN),
+        ("0005", True, SchemaFit.CURRENT),
+        ("0001", True, SchemaFit.OLDER),
+        ("0004", True, SchemaFit.OLDER),
+        ("0002", True, SchemaFit.UNKNOWN),  # of a pre-release
+        ("0006", True, SchemaFit.UNKNOWN),
         ("0010", True, SchemaFit.UNKNOWN),
         ("from-the-future", True, SchemaFit.UNKNOWN),
     ],
 )
 def test_revisions_are_numbers_in_one_line(found, has_tables, fit):
-    assert compare_revision(found, has_tables=has_tables, code_revision="0003") is fit
+    assert compare_revision(found, has_tables=has_tables, code_revision="0005") is fit
 
 
 def test_the_code_knows_its_newest_migration():

@@ -3,7 +3,7 @@
 Only events written by root count for a node's history.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuops.model import EntityKind
@@ -11,6 +11,7 @@ from gpuops.store import schema
 from gpuops.store.ingest.envelope import EventEnvelope, PayloadReader, ProjectedRow, attempt_id
 from gpuops.store.ingest.merge import MergeRule, Row
 from gpuops.store.spool.format import SpoolLineError
+from gpuops.units import US_PER_S
 
 CLUSTERS = MergeRule(table=schema.clusters, key=("id",))
 NODES = MergeRule(
@@ -143,7 +144,17 @@ def _state(envelope: EventEnvelope, state: str) -> list[ProjectedRow]:
     return [(NODE_STATES, row)] if envelope.is_from_root else []
 
 
-CHECK_RUNS = MergeRule(table=schema.check_runs, key=("id",))
+CHECK_RUNS = MergeRule(
+    table=schema.check_runs,
+    key=("id",),
+    greatest=("last_us", "runs"),
+    best={"recorded_key": ("end_us", "late", "job_id", "profile", "mode")},
+)
+CHECK_SAMPLES = MergeRule(
+    table=schema.check_samples,
+    key=("node_id", "suite", "hour_us"),
+    best={"sampled_key": ("numbers",)},
+)
 CHECK_RESULTS = MergeRule(table=schema.check_results, key=("check_run_id", "ordinal"))
 COMPONENTS = MergeRule(
     table=schema.components,
@@ -152,34 +163,94 @@ COMPONENTS = MergeRule(
     greatest=("last_seen_us",),
 )
 _COMPONENTS = ("gpu", "nic")
+_UNREMARKABLE = ("pass", "skip")
+_HOUR_US = 3600 * US_PER_S
 
 
 def check_ran(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the run of a suite and its findings."""
+    """Return the run of a suite, and its findings that did not pass or that changed."""
     fields, event = envelope.payload_reader(), envelope.event
+    start_us = fields.required_integer("start_us")
     run = {
+        **_run_columns(envelope, fields),
         "id": event.id,
-        "node_id": envelope.node_id,
-        "suite": fields.required_short_text("suite"),
-        "trigger": fields.required_short_text("trigger"),
-        "start_us": fields.required_integer("start_us"),
+        "start_us": start_us,
         "end_us": fields.required_integer("end_us"),
-        "verdict": fields.required_short_text("verdict"),
+        "last_us": start_us,
+        "runs": 1,
         "late": fields.texts("late"),
         "job_id": fields.short_text("job_id"),
         "profile": fields.text("profile"),
         "mode": fields.text("mode"),
+        "recorded_key": envelope.order_key,
     }
-    findings = event.payload.get("findings", [])
-    if not isinstance(findings, list):
-        raise fields.field_error("findings", "a list")
+    findings, parts = (_list(fields, event.payload, name) for name in ("findings", "parts"))
     results = [_result(event.id, n, finding) for n, finding in enumerate(findings)]
+    seen = {(row["entity_kind"], row["entity_id"]) for row in results}
+    seen |= {_part(n, part) for n, part in enumerate(parts)}
+    # Without this key a release wrote it that sent every finding.
+    has_changes_only = "parts" in event.payload
+    kept = (row for row in results if has_changes_only or row["status"] not in _UNREMARKABLE)
     return [
         (CHECK_RUNS, run),
         *_boot(envelope, fields),
-        *((CHECK_RESULTS, result) for result in results),
-        *_components(envelope, results),
+        *((CHECK_RESULTS, result) for result in kept),
+        *_components(envelope, seen),
+        *_sample(envelope, fields, start_us),
     ]
+
+
+def check_unchanged(envelope: EventEnvelope) -> list[ProjectedRow]:
+    """Return the recorded run that a run with the same result extends; only root's count."""
+    fields = envelope.payload_reader()
+    last_us = fields.required_integer("start_us")
+    run = {
+        **_run_columns(envelope, fields),
+        "id": fields.required_short_text("run"),
+        "start_us": fields.required_integer("first_us"),
+        "last_us": last_us,
+        "runs": fields.required_integer("runs"),
+    }
+    rows = [(CHECK_RUNS, run), *_sample(envelope, fields, last_us)]
+    return rows if envelope.is_from_root else []
+
+
+def _run_columns(envelope: EventEnvelope, fields: PayloadReader) -> Row:
+    return {
+        "node_id": envelope.node_id,
+        "suite": fields.required_short_text("suite"),
+        "trigger": fields.required_short_text("trigger"),
+        "status": fields.required_short_text("verdict"),
+        "origin_uid": envelope.uid,
+    }
+
+
+def _list(fields: PayloadReader, payload: Mapping[str, Any], name: str) -> list[Any]:
+    values = payload.get(name) or []
+    if not isinstance(values, list):
+        raise fields.field_error(name, "a list")
+    return values
+
+
+def _sample(
+    envelope: EventEnvelope, fields: PayloadReader, start_us: int
+) -> Iterator[ProjectedRow]:
+    numbers = envelope.event.payload.get("numbers")
+    if numbers is None:
+        return
+    if not isinstance(numbers, dict) or not all(
+        type(value) in (int, float) for value in numbers.values()
+    ):
+        raise fields.field_error("numbers", "a table of numbers")
+    if envelope.is_from_root:
+        row = {
+            "node_id": envelope.node_id,
+            "suite": fields.required_short_text("suite"),
+            "hour_us": start_us // _HOUR_US * _HOUR_US,
+            "numbers": numbers,
+            "sampled_key": envelope.order_key,
+        }
+        yield CHECK_SAMPLES, row
 
 
 def _boot(envelope: EventEnvelope, fields: PayloadReader) -> Iterator[ProjectedRow]:
@@ -194,8 +265,14 @@ def _boot(envelope: EventEnvelope, fields: PayloadReader) -> Iterator[ProjectedR
         yield BOOTS, boot
 
 
-def _components(envelope: EventEnvelope, results: list[Row]) -> Iterator[ProjectedRow]:
-    seen = {(row["entity_kind"], row["entity_id"]) for row in results}
+def _part(ordinal: int, part: object) -> tuple[str, str]:
+    if not isinstance(part, dict):
+        raise SpoolLineError(f"check.ran: part {ordinal} is not one")
+    fields = PayloadReader(part, f"part {ordinal}")
+    return fields.required_short_text("kind"), fields.required_short_text("id")
+
+
+def _components(envelope: EventEnvelope, seen: set[tuple[str, str]]) -> Iterator[ProjectedRow]:
     for kind, component_id in sorted(seen):
         if envelope.is_from_root and kind in _COMPONENTS:
             component = {
@@ -221,7 +298,7 @@ def _result(run_id: str, ordinal: int, finding: Any) -> Row:  # noqa: ANN401 JSO
         "check_name": fields.required_short_text("check"),
         "entity_kind": entity.required_short_text("kind"),
         "entity_id": entity.required_short_text("id"),
-        "verdict": fields.required_short_text("status"),
+        "status": fields.required_short_text("status"),
         "value": number,
         "value_text": fields.text("value") if number is None else None,
         "unit": fields.text("unit"),

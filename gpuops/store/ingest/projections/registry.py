@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gpuops.store.events import DRAINED, REPAIRED, RESUMED
+from gpuops.store.events import DRAINED, REPAIRED, RESUMED, UNCHANGED
 from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
 from gpuops.store.ingest.merge import MergeRule
 from gpuops.store.ingest.projections.incidents import (
@@ -22,6 +22,7 @@ from gpuops.store.ingest.projections.nodes import (
     BOOTS,
     CHECK_RESULTS,
     CHECK_RUNS,
+    CHECK_SAMPLES,
     CLUSTERS,
     COMPONENTS,
     NODE_STATES,
@@ -29,6 +30,7 @@ from gpuops.store.ingest.projections.nodes import (
     REPAIRS,
     RUNS,
     check_ran,
+    check_unchanged,
     common_rows,
     node_drained,
     node_repaired,
@@ -64,11 +66,15 @@ PROJECTIONS: dict[str, Callable[[EventEnvelope], list[ProjectedRow]]] = {
     "decision.made": decision_made,
     "node.excluded": node_excluded,
     "check.ran": check_ran,
+    UNCHANGED: check_unchanged,
     "tool.failed": tool_failed,
     DRAINED: node_drained,
     RESUMED: node_resumed,
     REPAIRED: node_repaired,
 }
+
+UNSTORED_KINDS = frozenset({UNCHANGED})
+"""Kinds that only change derived rows: nothing happened, so they are no events of the store."""
 
 # Parents before children; every writer uses this order, so that they cannot deadlock.
 TABLE_ORDER: tuple[MergeRule, ...] = (
@@ -82,6 +88,7 @@ TABLE_ORDER: tuple[MergeRule, ...] = (
     PROGRESS,
     CHECK_RUNS,
     CHECK_RESULTS,
+    CHECK_SAMPLES,
     INCIDENTS,
     REVISIONS,
     CULPRITS,
@@ -104,4 +111,5 @@ def project_event(envelope: EventEnvelope) -> list[ProjectedRow]:
         SpoolLineError: The payload is invalid for its kind.
     """
     projection = PROJECTIONS.get(envelope.event.kind)
-    return [*common_rows(envelope), *(projection(envelope) if projection else ())]
+    rows = projection(envelope) if projection else []
+    return rows if envelope.event.kind in UNSTORED_KINDS else [*common_rows(envelope), *rows]

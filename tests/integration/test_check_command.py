@@ -233,7 +233,7 @@ def test_only_takes_patterns(node):
 
 def test_gpus_that_are_not_asked_about_are_not_judged(node):
     node.gpus(4)
-    node.scenario = mock_nvml.shape("h100", 4, per_gpu={3: {"remapped_pending": 1}})
+    node.scenario = mock_nvml.shape("h100", 4, per_gpu={3: {"remapped_failure": 1}})
     judged = ["--only", "gpu_row_remap", "--json"]
     all_of_them = node.check(*judged)
     others = node.check(*judged, "--gpus", f"0,{UUIDS[1]}")

@@ -35,9 +35,9 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with a failed or pending remap, or with very many of them.
 
-    A failed remap means that the bank has no spare rows left; a pending one is done by the next
-    reset, and until then the bad row is still in use (NVIDIA, GPU memory error management, row
-    remapping).
+    A failed remap means that the bank has no spare rows left. A pending one is done by the next
+    reset; until then the page with the bad row is offline and new jobs may start (NVIDIA, GPU
+    memory error management).
     """
     return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
@@ -49,12 +49,14 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     if rows.pending is None and rows.failure is None:
         return NotReported()
     many = rows.uncorrectable or 0
+    reset = f"reset it between jobs (nvidia-smi --gpu-reset -i {gpu.index})"
+    pending = f"a row waits for a reset to be remapped: {reset}"
     remapped = f"{many} rows remapped after uncorrectable errors"
     return [
         *_beyond(
             parameters.failed, bool(rows.failure), "a row could not be remapped: no spare is left"
         ),
-        *_beyond(parameters.pending, bool(rows.pending), "a row waits for a reset to be remapped"),
+        *_beyond(parameters.pending, bool(rows.pending), pending),
         *_beyond(parameters.uncorrectable, many, remapped, unit="rows"),
     ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 from support.checks import CASE, limit, said
-from support.gpus import gpu, node, part
+from support.gpus import gpu, node, part, shipped
 
 from gpuops.checks.gpu.gpu_ecc import Parameters, judge
 from gpuops.host.nvml.facts import EccErrors
@@ -58,3 +58,12 @@ def test_errors_that_are_not_counted_are_skipped():
 
     assert said(untold) == [("n1", "pass", None), ("n1", "skip", None)]
     assert findings(EccErrors(), modes=off)[1].message == "not judged on GPU 1: ECC is off"
+
+
+def test_a_lifetime_count_of_sram_errors_warns_and_the_drivers_own_flag_fails():
+    parameters = shipped("gpu_ecc", suite="prolog")["gpu_ecc"]
+    aged = part(gpu(0), "ecc", sram_aggregate_uncorrected=500)
+    flagged = part(gpu(0), "ecc", sram_aggregate_uncorrected=5, sram_threshold_exceeded=True)
+
+    assert [item.status.word for item in judge(node(aged), parameters, CASE)] == ["warn"]
+    assert [item.status.word for item in judge(node(flagged), parameters, CASE)] == ["warn", "fail"]

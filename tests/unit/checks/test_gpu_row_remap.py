@@ -2,7 +2,7 @@
 
 import pytest
 from support.checks import CASE, limit, said
-from support.gpus import gpu, node
+from support.gpus import gpu, node, shipped
 
 from gpuops.checks.gpu.gpu_row_remap import Parameters, judge
 from gpuops.host.nvml.facts import RemappedRows, RetiredPages
@@ -51,12 +51,16 @@ def test_members_that_are_not_available_convict_nobody(rows, status):
     assert [item[1] for item in said(findings(gpu(0, remapped=rows)))] == [status]
 
 
-def test_a_site_may_let_jobs_start_while_a_remap_is_pending():
-    lenient = Parameters(failed=limit(fail=1), pending=limit(warn=1), uncorrectable=limit(warn=513))
+@pytest.mark.parametrize("suite", ["prolog", "epilog", "health", "preflight", "full"])
+def test_jobs_start_while_a_remap_is_pending_and_the_reset_is_asked_for(suite):
+    """NVIDIA: new workloads can be launched. A site may fail it, as LIMITS do."""
+    parameters = shipped("gpu_row_remap", suite=suite)["gpu_row_remap"]
+    (finding,) = findings(gpu(3, remapped=remapped(pending=True)), parameters=parameters)
 
-    assert said(findings(gpu(0, remapped=remapped(pending=True)), parameters=lenient)) == [
-        ("GPU-0", "warn", "gpu_hw.row_remap")
-    ]
+    assert said([finding]) == [("GPU-3", "warn", "gpu_hw.row_remap")]
+    assert finding.message.endswith("reset it between jobs (nvidia-smi --gpu-reset -i 3)")
+    (failed,) = findings(gpu(3, remapped=remapped(failure=True)), parameters=parameters)
+    assert failed.status.word == "fail"
 
 
 def test_a_gpu_that_retires_pages_has_no_rows_to_remap():

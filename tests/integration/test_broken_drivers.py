@@ -123,3 +123,12 @@ def test_a_gpu_that_crashes_nvml_warns_once_and_then_fails_until_it_answers(node
         [("gpu_driver", "warn", UUIDS[3])],
     ]
     assert {item["check"] for item in checks[1][1] if item["status"] == "fail"} == {"gpu_driver"}
+
+
+@pytest.mark.parametrize(("later", "code", "status"), [(0x40, 1, "fail"), (0x1, 0, "warn")])
+def test_heat_fails_a_gpu_if_it_slows_it_down_for_longer_than_a_moment(node, later, code, status):
+    hot = shape("h100", per_gpu={5: {"clock_reasons": 0x40}}) + f"\nset 5@2 clock_reasons {later}"
+
+    found, findings = node.check(hot)
+
+    assert (found, told(findings)) == (code, [("gpu_throttle", status, UUIDS[5])])

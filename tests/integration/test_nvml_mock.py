@@ -227,7 +227,7 @@ def test_every_value_has_its_place(ask):
     assert values(gpu.ecc) == [2**40, 16, 17, 18, 3, 30, True]
     assert values(gpu.temperature) == [61, 62, 83, 84, 85, -3, -2, -9]
     assert values(gpu.power) == [123.456, 650, 700, 710]
-    assert values(gpu.clocks) == [101, 102, 103, 104, 105, 106, 0x48]
+    assert values(gpu.clocks) == [101, 102, 103, 104, 105, 106, 0x48, (0x48,) * 3]
     assert values(gpu.pcie) == [3, 5, 8, 16, 21]
     assert [values(link) for link in gpu.nvlinks] == [
         [0, True, 0, 0, 0, None],
@@ -615,6 +615,14 @@ def test_the_mock_changes_at_the_nth_call_and_when_its_scenario_does(mock):
     scenario = shape("h100", 1, temperature_c=40) + "\nset 0@2 temperature_c 50"
 
     assert python(mock, scenario, CHANGES) == "40 50 50\n99\n"
+
+
+def test_a_gpu_that_is_slowed_down_is_sampled_and_no_other(ask):
+    slow = {0: {"clock_reasons": 0x40}, 1: {"clock_reasons": 0x4}, 2: {"clock_reasons": 0x88}}
+    gpus = ask(shape("h100", 3, per_gpu=slow) + "\nset 0@2 clock_reasons 1").gpus
+
+    assert [gpu.clocks.reasons for gpu in gpus] == [0x40, 0x4, 0x88]
+    assert [gpu.clocks.samples for gpu in gpus] == [(0x40, 1, 1), (), (0x88,) * 3]
 
 
 # What tells of nothing that can be counted or measured.

@@ -7,7 +7,7 @@ from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.gpu.gpus import PROBE, GpuResult, GpuVerdict, NotReported, counted, judge_each
 from gpuops.errors import ConfigError
 from gpuops.host.gpu_names import Gpus
-from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.host.nvml.facts import SAMPLED_REASONS, SAMPLES, NvmlGpu
 from gpuops.model import FailureClass, Finding, Status
 
 _NAME = "gpu_throttle"
@@ -51,8 +51,10 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose clocks are reduced now, with the reasons.
 
-    Heat and the power brake reported by the hardware reduce the clocks to half or less (nvml.h).
-    The summary bit `hw_slowdown` may also show a change of clocks.
+    Heat and the power brake reported by the hardware reduce the clocks to half or less (nvml.h). A
+    reason of `SAMPLED_REASONS` fails only if it is in each of `SAMPLES` samples, and warns if it is
+    in one: the driver also sets it for a moment. The summary bit `hw_slowdown` may also show a
+    change of clocks.
     """
     return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
@@ -61,14 +63,20 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     mask = gpu.clocks.reasons
     if mask is None:
         return NotReported()
-    failing = [name for name in parameters.fail if mask & REASONS[name]]
-    warning = [name for name in parameters.warn if mask & REASONS[name]]
-    if not failing and not warning:
+    samples = gpu.clocks.samples or (mask,)
+    counts = {name: sum(bool(item & bit) for item in samples) for name, bit in REASONS.items()}
+    found = [
+        name for name in REASONS if counts[name] and name in {*parameters.fail, *parameters.warn}
+    ]
+    if not found:
         return ()
-    reasons = ", ".join(_TEXTS[name] for name in REASONS if name in {*failing, *warning})
+    needed = {name: SAMPLES if bit & SAMPLED_REASONS else 1 for name, bit in REASONS.items()}
+    failing = [name for name in found if name in parameters.fail and counts[name] >= needed[name]]
+    reasons = ", ".join(_TEXTS[name] for name in found)
+    often = f", in {max(counts[name] for name in found)} of {len(samples)} samples"
     return GpuVerdict(
         status=Status.FAIL if failing else Status.WARN,
-        message=f"its clocks are reduced by {reasons}",
+        message=f"its clocks are reduced by {reasons}{often}",
         value=f"{mask:#x}",
         unit="clock reasons",
         threshold=f"without {', '.join((*parameters.fail, *parameters.warn))}",

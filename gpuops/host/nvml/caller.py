@@ -33,12 +33,22 @@ class NvmlCaller:
 
     ``found`` holds values by their field of `NvmlGpu`, as ``"temperature.core_c"``. ``call`` is its
     last call, made at ``since_s`` (monotonic) in the thread ``thread_id`` of this process; it is
-    still in it unless it has ``finished`` all its calls.
+    still in it unless it has ``finished`` all its calls. *until_s* (monotonic): when the results
+    are collected; *pause* waits.
     """
 
-    def __init__(self, nvml: Any, handle: Any = None) -> None:  # noqa: ANN401 without types
+    def __init__(
+        self,
+        nvml: Any,  # noqa: ANN401 without types
+        handle: Any = None,  # noqa: ANN401 as above
+        *,
+        until_s: float = 0.0,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
         self.nvml = nvml
         self.handle = handle
+        self.pause = pause
+        self._until_s = until_s
         self.found: dict[str, Any] = {}
         self.errors: list[CallError] = []
         self.unsupported: list[str] = []
@@ -46,6 +56,10 @@ class NvmlCaller:
         self.since_s = time.monotonic()
         self.thread_id = 0
         self.finished = False
+
+    def left_s(self) -> float:
+        """Return the seconds until the results are collected."""
+        return self._until_s - time.monotonic()
 
     def store(
         self,

@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any
 
 from gpuops.host.nvml.caller import NvmlCaller
-from gpuops.host.nvml.facts import CORRUPTED_INFOROM, Fabric, GpuMemory, GpuProcess
+from gpuops.host.nvml.facts import (
+    CORRUPTED_INFOROM,
+    SAMPLE_EVERY_S,
+    SAMPLED_REASONS,
+    SAMPLES,
+    Fabric,
+    GpuMemory,
+    GpuProcess,
+)
 from gpuops.host.nvml.fields import fields
 from gpuops.host.nvml.plausible import BOUNDS, BYTES, COUNT, Bounds
 from gpuops.host.sysfs import sysfs_address
@@ -20,6 +28,8 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 _REMAPPED = tuple(
     f"remapped.{name}" for name in ("correctable", "uncorrectable", "pending", "failure")
 )
+# With less time another sample could look like a call that hangs.
+_SAMPLE_LEAST_S = 1.0
 _INFOROM = "nvmlDeviceValidateInforom"
 _PROCESSES = {
     "compute": "nvmlDeviceGetComputeRunningProcesses",
@@ -97,11 +107,31 @@ def clocks(gpu: NvmlCaller) -> None:
     gpu.store("clocks.memory_mhz", "nvmlDeviceGetClockInfo", memory)
     gpu.store("clocks.memory_max_mhz", "nvmlDeviceGetMaxClockInfo", memory)
     gpu.store("clocks.memory_application_mhz", "nvmlDeviceGetApplicationsClock", memory)
-    gpu.store(
-        "clocks.reasons",
+    reasons = _reasons(gpu)
+    if reasons is not None:
+        gpu.found["clocks.reasons"] = reasons
+        if reasons & SAMPLED_REASONS:
+            _sample_reasons(gpu, reasons)
+
+
+def _reasons(gpu: NvmlCaller) -> int | None:
+    reasons: int | None = gpu.query(
         "nvmlDeviceGetCurrentClocksEventReasons",
         instead=lambda: gpu.query("nvmlDeviceGetCurrentClocksThrottleReasons"),
     )
+    return reasons
+
+
+def _sample_reasons(gpu: NvmlCaller, first: int) -> None:
+    """Store *first* and the reasons after it: a bit may be set only while the clocks change."""
+    samples = [first]
+    while len(samples) < SAMPLES and gpu.left_s() > _SAMPLE_LEAST_S:
+        gpu.pause(SAMPLE_EVERY_S)
+        reasons = _reasons(gpu)
+        if reasons is None:
+            break
+        samples.append(reasons)
+    gpu.found["clocks.samples"] = tuple(samples)
 
 
 def pcie(gpu: NvmlCaller) -> None:

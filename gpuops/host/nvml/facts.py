@@ -125,6 +125,11 @@ RESET_REQUIRED = 16
 # within a tenth of it, and one that hangs gets the rest of the time.
 HANG_S = 1.0
 UNREADABLE = -1
+SAMPLES = 3
+SAMPLE_EVERY_S = 0.25
+# nvml.h, nvmlClocksEventReasons: slowed by the hardware, by heat, by the power brake. One of them
+# in the first sample asks for the others.
+SAMPLED_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 OPEN_CALL = "nvmlDeviceGetHandleByIndex"
 
 
@@ -216,7 +221,11 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """MHz. ``reasons`` is the bit mask of `nvmlDeviceGetCurrentClocksEventReasons`."""
+    """MHz. ``reasons`` is the bit mask of `nvmlDeviceGetCurrentClocksEventReasons`.
+
+    ``samples``: that mask several times, `SAMPLE_EVERY_S` apart, the first one first; read only of
+    a GPU that is slowed down, and while there is time.
+    """
 
     sm_mhz: int | None = None
     sm_max_mhz: int | None = None
@@ -225,6 +234,7 @@ class Clocks:
     sm_application_mhz: int | None = None
     memory_application_mhz: int | None = None
     reasons: int | None = None
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

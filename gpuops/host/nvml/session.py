@@ -202,9 +202,11 @@ class NvmlSession:
         self._system = NvmlCaller(nvml)
         self._gpus: list[list[NvmlCaller]] = []
         self._threads: list[threading.Thread] = []
+        self._until_s = 0.0
 
     def run(self, until_s: float) -> NvmlSnapshot:
         """Return the results until *until_s* (monotonic)."""
+        self._until_s = until_s
         self._start(self._opening, self._open)
         # A thread starts others before it ends, so the list has grown when its `join` returns.
         for thread in self._threads:
@@ -247,7 +249,9 @@ class NvmlSession:
     def _read_gpu(self, index: int) -> None:
         callers = self._gpus[index]
         handle = callers[0].call_nvml(OPEN_CALL, index)
-        groups = [(group, NvmlCaller(self._nvml, handle)) for group in self._groups]
+        groups = [
+            (group, NvmlCaller(self._nvml, handle, until_s=self._until_s)) for group in self._groups
+        ]
         callers.extend(caller for _, caller in groups)
         for group, caller in groups:
             self._start(caller, partial(group, caller))

@@ -12,7 +12,7 @@ from support.healthy import DRAWERS, healthy_case, healthy_gpus
 
 from gpuops.checks import NAMES, check_named
 from gpuops.host.node_state import Counters, CounterSample
-from gpuops.host.nvml.facts import CallError, Fabric, GpuMemory, GpuProcess, RemappedRows
+from gpuops.host.nvml.facts import SAMPLES, CallError, Fabric, GpuMemory, GpuProcess, RemappedRows
 from gpuops.model import Status
 
 SHAPES = ("h100-sxm", "h200-sxm", "a100-sxm-80gb", "b200-sxm")
@@ -74,8 +74,8 @@ FAULTS = [
     ("gpu_inforom", lambda one: replace(one, inforom_valid=False)),
     ("gpu_temperature", lambda one: part(one, "temperature", core_c=89.0, slowdown_c=89.0)),
     ("gpu_temperature", lambda one: part(one, "temperature", memory_c=95.0, memory_max_c=95.0)),
-    ("gpu_throttle", lambda one: part(one, "clocks", reasons=0x40)),
-    ("gpu_throttle", lambda one: part(one, "clocks", reasons=0x80)),
+    ("gpu_throttle", lambda one: part(one, "clocks", reasons=0x40, samples=(0x40,) * SAMPLES)),
+    ("gpu_throttle", lambda one: part(one, "clocks", reasons=0x80, samples=(0x80,) * SAMPLES)),
     ("gpu_pcie_link", lambda one: part(one, "pcie", width=8)),
     ("nvlink", link_down),
     ("gpu_fabric", lambda one: replace(one, fabric=Fabric(state=2, status=0))),

@@ -9,9 +9,11 @@ import pynvml
 import pytest
 
 from gpuops.host.nvml.caller import GpuLostError, NvmlCaller, NvmlRefused
+from gpuops.host.nvml.calls import clocks
 from gpuops.host.nvml.facts import (
     GPU_IS_LOST,
     NOT_SUPPORTED,
+    SAMPLE_EVERY_S,
     UNREADABLE,
     CallError,
     Fabric,
@@ -137,6 +139,21 @@ def test_what_is_not_supported_is_noted_once():
         asker.note("NVML_FI_DEV_NVLINK_GET_STATE", NvmlRefused(NOT_SUPPORTED, "no"))
 
     assert asker.unsupported == ["NVML_FI_DEV_NVLINK_GET_STATE"]
+
+
+@pytest.mark.parametrize(("left_s", "samples"), [(60.0, 3), (0.5, 1)])
+def test_a_slowed_gpu_is_sampled_while_there_is_time(left_s, samples):
+    """Without time another sample would look like a call that hangs."""
+    pauses = []
+    slowed = nvml(
+        NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, nvmlDeviceGetCurrentClocksEventReasons=lambda _gpu: 0x40
+    )
+    until_s = time.monotonic() + left_s
+    caller = NvmlCaller(slowed, until_s=until_s, pause=pauses.append)
+    clocks(caller)
+
+    assert caller.found["clocks.samples"] == (0x40,) * samples
+    assert pauses == [SAMPLE_EVERY_S] * (samples - 1)
 
 
 def test_a_bug_in_one_reader_is_an_error_of_the_gpu_and_the_snapshot_is_made():

@@ -22,7 +22,7 @@ NOW_US = 1_760_000_000_000_000
 MINUTE_US = 60_000_000
 HARDWARE, SHARED, LIMIT = CauseKind
 # Each answer is a transaction, with its syncs, and some of these tests ask for dozens.
-pytestmark = pytest.mark.quick_disk
+pytestmark = [pytest.mark.quick_disk, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -46,7 +46,7 @@ def ask_all(url, node, requests, *, minute=0, now_us=NOW_US, **changes):
         node=node,
         cluster=changes.pop("cluster", "c1"),
         now_us=now_us + minute * MINUTE_US,
-        deadline_s=30.0,
+        deadline_s=200.0,
         settings=FuseSettings(**changes),
     )
 

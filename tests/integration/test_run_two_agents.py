@@ -51,7 +51,7 @@ def best_incident(both):
 
 
 def test_two_agents_share_run_generation_and_incident(tmp_path):
-    with two_agents(tmp_path, JOBS / "train.py", "--steps", "30") as both:
+    with two_agents(tmp_path, JOBS / "train.py", "--steps", "200") as both:
         one, two = both
         victim = next(run for run in both if "1" in run_state(run)["pids"])
         victim.kill_rank(1, at_step=6)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "fixtures" / "public_interface.json"
 SHOWN_MAX = 40
@@ -44,6 +46,7 @@ def differences(before, now):
     return [*sorted(removed), *sorted(changed), *sorted(added)]
 
 
+@pytest.mark.timeout(600)
 def test_no_promise_has_changed(tmp_path):
     # A process of its own: it counts on no module that was imported, or patched, before.
     out = tmp_path / "now.json"

@@ -139,4 +139,6 @@ def test_a_lasting_failure_beside_one_that_passes_still_refuses(node):
 
     found = recheck_failures(plan, ran, ENOUGH_S + 0.01, pause, SystemClock()).findings
 
-    assert {item.check: item.status.word for item in found} == {"a": "warn", "b": "fail"}
+    # A busy disk may cost the state file, with a note of its own.
+    by_check = {item.check: item.status.word for item in found if item.check != "node_state"}
+    assert by_check == {"a": "warn", "b": "fail"}

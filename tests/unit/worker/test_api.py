@@ -11,6 +11,9 @@ import gpuops.worker.shim
 from gpuops.agent.elastic.workers import RingReader
 from gpuops.wire.ring import STEP_UNKNOWN, AgentRequest, StepSource, WorkerFlag, WorkerPhase
 
+END_S = 280  # importing torch and its compiler, on a busy machine
+pytestmark = pytest.mark.timeout(300)
+
 SHIM = gpuops.worker.shim.__file__
 WAIT = """
 import sys, time, gpuops
@@ -54,7 +57,7 @@ class Worker:
 
     def end(self):
         """Return the exit code and what was said."""
-        said, _ = self.process.communicate(timeout=60)
+        said, _ = self.process.communicate(timeout=END_S)
         return self.process.returncode, said
 
     def beats(self, count):

@@ -115,6 +115,17 @@ def test_what_is_started_with_python_m_imports_nothing_from_its_folder():
     assert len(scripts) >= 4
 
 
+def test_nobody_is_told_to_install_another_project_of_our_name():
+    """On the public package index, gpuops is somebody else's."""
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "runbooks").glob("*.md"), *ROOT.glob("*.md")]
+    pages += [path for path in (ROOT / "slurm").rglob("*") if path.is_file()]
+    named = re.compile(
+        r"(pip3? install|uv add|uv tool install|pipx install)\b[^\n]*[ '\"=]gpuops\b"
+    )
+
+    assert [name(path) for path in [*MODULES, *pages] if named.search(path.read_text())] == []
+
+
 def test_no_process_is_started_through_a_shell():
     words = ("shell=True", "os.system(")
 

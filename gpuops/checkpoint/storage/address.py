@@ -86,7 +86,7 @@ def _known_protocols(safe_address: str) -> dict[str, Any]:
         from fsspec.registry import known_implementations, registry
     except ImportError as exc:
         raise AddressError(
-            f"{safe_address} needs fsspec, which is not installed: pip install 'gpuops[torch]', "
+            f"{safe_address} needs the Python module fsspec, which is missing: pip install fsspec, "
             "or give a directory"
         ) from exc
     return {
@@ -100,7 +100,7 @@ def _require_package(safe_address: str, protocol: str, implementation: dict[str,
         # Importing it takes seconds for some packages, and is left to the user of the store.
         if find_spec(package) is None:
             raise AddressError(
-                f"{safe_address} needs {package}, which is not installed: pip install {package}"
+                f"{safe_address} needs the Python module {package}, which is missing; install it"
             )
         return
     from fsspec.registry import get_filesystem_class

@@ -256,7 +256,8 @@ def open_object_store(
         from fsspec.config import conf
     except ImportError as exc:
         raise CheckpointError(
-            f"{safe_url} needs fsspec: pip install 'gpuops[torch]', or give a directory"
+            f"{safe_url} needs the Python module fsspec, which is missing: pip install fsspec, or "
+            "give a directory"
         ) from exc
     protocol = url.partition("://")[0]
     defaults = _S3_OPTIONS if protocol in {"s3", "s3a"} else {}

@@ -29,19 +29,20 @@ address_option = click.option("--dir", "address", metavar="DIR|URL", help=_ADDRE
 
 @contextlib.contextmanager
 def needs_extra(command: str) -> Iterator[None]:
-    """Name the extra to install if *command* lacks a package of it.
+    """Name the module to install if *command* lacks one of those that training needs.
 
     Raises:
-        UsageError: A package is missing.
+        UsageError: A module is missing.
     """
     try:
         yield
     except ModuleNotFoundError as exc:
-        package = (exc.name or "").partition(".")[0]
-        if package not in _EXTRA:
+        # Each of these is the name of a module and of its distribution.
+        module = (exc.name or "").partition(".")[0]
+        if module not in _EXTRA:
             raise
         raise UsageError(
-            f"{command} needs {package}, which is not installed: pip install 'gpuops[torch]'"
+            f"{command} needs the Python module {module}, which is missing: pip install {module}"
         ) from exc
 
 

@@ -5,7 +5,6 @@ its owner, its start time, its open files, its parent. A signal then goes throug
 process that still has that start time.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import psutil
 from gpuops.errors import DrillError
 from gpuops.host.process.inspect import descendants
 from gpuops.host.procfs import process
+from gpuops.host.trust import read_file, read_json
 from gpuops.wire.ring import RingError, read_beats, read_header
 
 STATE_BYTES_MAX = 2**20
@@ -52,7 +52,7 @@ def read_states(directory: Path) -> list[AgentStateFile]:
     In a parent only the newest run counts: folder names begin with the time. A malformed file is
     skipped.
     """
-    found = (_parse_state(path, body) for path, body in _newest(directory))
+    found = (_parse_state(*item) for item in _newest(directory))
     return [item for item in found if item is not None]
 
 
@@ -85,10 +85,11 @@ def choose_state(
     raise DrillError(f"several agents fit {wanted}: {agents_text}; name one with --node")
 
 
-def _newest(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _newest(directory: Path) -> list[tuple[Path, dict[str, Any], int]]:
     runs = [directory] if _state_files(directory) else run_folders(directory)
     for run in runs:
-        states = [(path, body) for path in _state_files(run) if (body := _read(path)) is not None]
+        found = ((path, read_json(path, STATE_BYTES_MAX)) for path in _state_files(run))
+        states = [(path, *state) for path, state in found if state is not None]
         if states:
             return states
     return []
@@ -106,21 +107,12 @@ def _state_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("state*.json"))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        with path.open("rb") as file:
-            state = json.loads(file.read(STATE_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return state if isinstance(state, dict) else None
-
-
-def _parse_state(path: Path, body: Mapping[str, Any]) -> AgentStateFile | None:
+def _parse_state(path: Path, body: Mapping[str, Any], owner_uid: int) -> AgentStateFile | None:
     try:
         store_pid = body.get("board_pid")
         return AgentStateFile(
             path=path,
-            owner_uid=path.lstat().st_uid,
+            owner_uid=owner_uid,
             run_id=str(body["run_id"])[:128],
             node=str(body["node"])[:255],
             generation=int(body["generation"]),
@@ -130,7 +122,7 @@ def _parse_state(path: Path, body: Mapping[str, Any]) -> AgentStateFile | None:
             ring_dir=Path(str(body["ring_dir"])),
             control_store_pid=None if store_pid is None else _pid(store_pid),
         )
-    except (OSError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
 
 
@@ -157,10 +149,11 @@ class StepTrigger:
 
 @dataclass(frozen=True, slots=True)
 class RankAtStep:
-    """A process that has reached its step."""
+    """A process that has reached its step, as *state* claims."""
 
     pid: int
     step: int
+    state: AgentStateFile
 
 
 def find_rank_at_step(trigger: StepTrigger, states: Sequence[AgentStateFile]) -> RankAtStep | None:
@@ -172,18 +165,18 @@ def find_rank_at_step(trigger: StepTrigger, states: Sequence[AgentStateFile]) ->
         ring = state.ring_dir / f"rank{trigger.rank}.ring"
         step = newest_step(trigger.rank, state.generation, pid, ring)
         if state.phase == "running" and step is not None and step >= trigger.at_step:
-            return RankAtStep(pid, step)
+            return RankAtStep(pid, step, state)
     return None
 
 
 def newest_step(rank: int, generation: int, pid: int, ring: Path) -> int | None:
     """Return the newest step in *ring*, None if it is not this process' ring."""
+    found = read_file(ring, RING_BYTES_MAX)
     try:
-        with ring.open("rb") as file:
-            data = file.read(RING_BYTES_MAX)
+        data = b"" if found is None else found[0]
         header = read_header(data)
         beats = read_beats(data, max(0, header.head - 2))
-    except (OSError, RingError, ValueError):
+    except (RingError, ValueError):
         return None
     if not beats or (header.rank, header.generation, header.pid) != (rank, generation, pid):
         return None

@@ -23,17 +23,18 @@ from gpuops.drill.fault import (
 from gpuops.drill.find import (
     RankAtStep,
     StepTrigger,
-    Victim,
+    find_agent,
     find_control_store,
     find_descendants,
     find_rank_at_step,
     find_worker,
-    identify,
     read_states,
     send,
 )
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_USAGE, DrillError, UsageError
 from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.trust import current_uid
+from gpuops.log import printable
 
 POLL_S = 0.005
 
@@ -44,20 +45,29 @@ def kill_at_step(
     deadline_s: float,
     clock: Clock,
     wait: Callable[[float], object],
+    uid: int,
 ) -> RankAtStep | None:
-    """Kill the rank once it reaches the step; return it, None if *deadline_s* passed first."""
-    end_ns = clock.mono_ns() + round(deadline_s * 1e9)
-    seen: dict[int, Victim | None] = {}
+    """Kill the rank once it reaches the step; return it, None if *deadline_s* passed first.
+
+    Only a worker of an agent of user *uid* is killed.
+
+    Raises:
+        DrillError: The process that the run named last is not such a worker.
+    """
+    end_ns, refused = clock.mono_ns() + round(deadline_s * 1e9), None
     while clock.mono_ns() < end_ns:
-        states = read_states(directory)
-        for state in states:
-            for pid in state.pids.values():
-                seen.setdefault(pid, identify(pid))
-        target = find_rank_at_step(trigger, states)
-        victim = None if target is None else seen[target.pid]
-        if victim is not None and send(victim, signal.SIGKILL):
-            return target
+        target = find_rank_at_step(trigger, read_states(directory))
+        if target is not None:
+            try:
+                victim = find_worker(target.state, trigger.rank, find_agent(target.state, uid))
+            except DrillError as exc:
+                refused = exc  # it may have ended just now, and the next one is the worker
+            else:
+                if send(victim, signal.SIGKILL):
+                    return target
         wait(POLL_S)
+    if refused is not None:
+        raise refused
     return None
 
 
@@ -74,7 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exc:
         return EXIT_USAGE if exc.code else EXIT_OK
     trigger = StepTrigger(rank=args.rank, at_step=args.at_step, generation=args.generation)
-    target = kill_at_step(trigger, args.run_dir, args.deadline, SystemClock(), Event().wait)
+    try:
+        target = kill_at_step(
+            trigger, args.run_dir, args.deadline, SystemClock(), Event().wait, current_uid()
+        )
+    except DrillError as exc:
+        sys.stderr.write(f"kill_rank: {printable(str(exc))}\n")
+        return EXIT_FAIL
     if target is None:
         sys.stderr.write(
             f"kill_rank: rank {trigger.rank} was not at step {trigger.at_step} of generation "

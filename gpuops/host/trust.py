@@ -5,11 +5,13 @@ is followed step by step as the kernel follows it. Also helpers to read and writ
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpuops.config.resolve import ErrorHandler, raise_error
 from gpuops.errors import ConfigError
@@ -27,6 +29,31 @@ def text_of(path: Path) -> str | None:
             return file.read(_BYTES_MAX).decode("utf-8", errors="replace").strip()
     except OSError:
         return None
+
+
+def read_file(path: Path, bytes_max: int) -> tuple[bytes, int] | None:
+    """Return the first *bytes_max* of the regular file *path*, and the uid of its owner.
+
+    None where there is none: *path* may name anything of another user. A pipe is not waited for,
+    and a link as its last part is not followed.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(fd)
+            return (file.read(bytes_max), found.st_uid) if stat.S_ISREG(found.st_mode) else None
+    except OSError:
+        return None
+
+
+def read_json(path: Path, bytes_max: int) -> tuple[dict[str, Any], int] | None:
+    """Return the JSON object in *path* and the uid of its owner; None as for `read_file`."""
+    found = read_file(path, bytes_max)
+    try:
+        body = None if found is None else json.loads(found[0])
+    except (ValueError, RecursionError):
+        return None
+    return (body, found[1]) if found is not None and isinstance(body, dict) else None
 
 
 def number_of(path: Path, base: int = 10) -> int | None:

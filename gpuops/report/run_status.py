@@ -8,7 +8,6 @@ judging: a process id may belong to another process since, and is meaningless on
 import http.client
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from gpuops.control.record import (
 from gpuops.control.store import ControlStore, ControlStoreError, Entry
 from gpuops.errors import ProbeError
 from gpuops.host.procfs import Process, boot_us, parse_stat, read_text
+from gpuops.host.trust import read_json
 from gpuops.report.run_view import RunView, from_control_store, int_or_none
 from gpuops.report.time_breakdown import AgentLiveness
 from gpuops.store.queries.run_queries import RunRow
@@ -57,7 +57,7 @@ class AgentObservation:
 
 def observe_agent(run_dir: Path, root: Path = Path("/")) -> AgentObservation | None:
     """Return the observation of the agent that wrote *run_dir*, None without a state file."""
-    found = read_state(run_dir / "state.json")
+    found = read_json(run_dir / "state.json", STATE_BYTES_MAX)
     if found is None:
         return None
     state, owner = found
@@ -88,21 +88,6 @@ def judge_liveness(run: RunRow, node: str, observation: AgentObservation | None)
         if is_later or observation.process.state in _DEAD_STATES
         else AgentLiveness.RUNNING
     )
-
-
-def read_state(path: Path) -> tuple[dict[str, Any], int] | None:
-    """Return the state in *path* and the uid of its owner, None if there is none."""
-    try:
-        # The path comes from the store: it may name anything.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            state = json.loads(file.read(STATE_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return (state, status.st_uid) if isinstance(state, dict) else None
 
 
 def _process(pid: int, root: Path) -> Process | None:
@@ -148,7 +133,7 @@ def read_states(folder: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for path in paths[:STATES_MAX]:
-        found = read_state(path)
+        found = read_json(path, STATE_BYTES_MAX)
         if found is not None:
             yield found[0]
 

@@ -35,6 +35,7 @@ class FakeRun:
         self.folder.mkdir(parents=True)
         self.rings.mkdir()
         self.generation = generation
+        self.lock = (self.folder / "lock").open("w")  # by which its agent, this process, is known
         self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         self.ring = bytearray(RING_BYTES)
         write_header(self.ring, RingHeader(3, generation, self.process.pid, 1))
@@ -59,6 +60,7 @@ class FakeRun:
     def end(self):
         self.process.kill()
         self.process.wait()
+        self.lock.close()
 
 
 @pytest.fixture
@@ -140,6 +142,36 @@ def test_a_ring_of_another_process_kills_no_stranger(runs):
 
     assert inject(run.folder, 5, deadline=0.2) == 1
     assert is_alive(stranger.process.pid)
+    assert is_alive(run.process.pid)
+
+
+def test_a_run_that_names_any_process_as_its_rank_kills_none(runs, capsys):
+    """The exploit: root ends the ranks of a folder whose files a user has written."""
+    run = runs()
+    code = (
+        "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    )
+    between = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    stranger = int(between.stdout.readline())
+    write_header(run.ring, RingHeader(3, 0, stranger, 1))
+    run.publish(step=9, pid=stranger)
+
+    assert inject(run.folder, 5, deadline=0.3) == 1
+    assert (
+        "is not rank 3: the agent did not start it; nothing was touched" in capsys.readouterr().err
+    )
+    assert is_alive(stranger)
+    os.kill(stranger, signal.SIGKILL)
+    between.communicate()
+
+
+def test_a_run_without_an_agent_of_ours_is_left_alone(runs, capsys):
+    run = runs()
+    run.lock.close()
+    run.publish(step=9)
+
+    assert inject(run.folder, 5, deadline=0.3) == 1
+    assert "it has no file of this run open; nothing was touched" in capsys.readouterr().err
     assert is_alive(run.process.pid)
 
 

@@ -1,6 +1,5 @@
 """What one worker's end looked like: its status, its exception, its last step, its last lines."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from gpuops.agent.elastic.teardown import ObservedExit, SentSignal, signal_name, was_ours
 from gpuops.agent.monitors.progress import RankProgress
+from gpuops.host.trust import read_json
 from gpuops.log import printable
 from gpuops.model import WorkerExit
 
@@ -113,14 +113,8 @@ def read_exception(files: RankFiles, scrub: ScrubLines) -> ExceptionNote | None:
 
 
 def _read_json(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            data = json.loads(file.read(ERROR_BYTES_MAX))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
+    found = None if path is None else read_json(path, ERROR_BYTES_MAX)
+    return None if found is None else found[0]
 
 
 def _lines(value: object, scrub: ScrubLines) -> tuple[str, ...]:

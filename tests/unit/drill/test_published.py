@@ -1,12 +1,15 @@
 """State files are claims: what makes no sense is left out, what is ambiguous is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from gpuops.drill.find import AgentStateFile, choose_state, read_states
+from gpuops.drill.find import AgentStateFile, choose_state, newest_step, read_states
 from gpuops.errors import DrillError
+from gpuops.report.run_status import observe_agent
+from gpuops.report.run_status import read_states as read_states_of_report
 
 BODY = {
     "run_id": "r1",
@@ -106,3 +109,28 @@ def test_what_is_not_clear_is_refused(node, rank, why):
 def test_where_nothing_runs_it_says_so():
     with pytest.raises(DrillError, match="no run publishes its state"):
         choose_state([], node=None, rank=None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "deep", "link"])
+def test_a_state_that_would_hang_or_end_its_reader_is_left_out(tmp_path, kind):
+    path = tmp_path / "a" / "state.json"
+    write(tmp_path / "b")
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "deep":
+        path.write_bytes(b"[" * 2**19)
+    else:
+        path.symlink_to(tmp_path / "b" / "state.json")
+
+    assert read_states(path.parent) == []
+    assert list(read_states_of_report(path.parent)) == []
+    assert observe_agent(path.parent) is None
+
+
+@pytest.mark.timeout(60)
+def test_a_ring_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rank0.ring")
+
+    assert newest_step(0, 0, 1, tmp_path / "rank0.ring") is None

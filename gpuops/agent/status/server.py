@@ -1,8 +1,9 @@
 """``/healthz``, ``/state`` and ``/metrics`` of an agent over HTTP, read-only.
 
 Clients are not authenticated: the size of a request, the time it may take and the number of
-connections are bounded before anything is parsed. On loopback the Host header must name this
-machine, so that a web page cannot read the state through a browser here (DNS rebinding).
+connections are bounded before anything is parsed. A new connection takes the place of the oldest,
+so that slow ones keep nobody out. On loopback the Host header must name this machine, so that a web
+page cannot read the state through a browser here (DNS rebinding).
 
 Names and labels of metrics are a contract. Labels are bounded: ranks of this node, classes of
 failures, the phases of a run.
@@ -271,7 +272,8 @@ class _Server(ThreadingHTTPServer):
     ) -> None:
         self.answer = answer
         self.request_s = request_s
-        self.slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}  # the oldest first
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, port), _Handler)
         self.is_loopback = ipaddress.ip_address(str(self.server_address[0])).is_loopback
@@ -282,16 +284,22 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 as in socketserver
-        if not self.slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        with self._lock:
+            while len(self._open) >= CONNECTIONS_MAX:
+                # Its thread ends, and closes it. A client that sends its request has long gone.
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.slots.release()
+            with self._lock:
+                self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
         log.debug("an HTTP request could not be answered: %r", sys.exception())

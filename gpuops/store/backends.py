@@ -7,6 +7,7 @@ All waits are bounded: connecting takes at most `CONNECT_TIMEOUT_S`, a statement
 import logging
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -161,6 +162,10 @@ def _sqlite_engine(path: Path, *, mode: AccessMode, busy_timeout_s: float) -> En
     target = f"file:{quote(str(path))}?{'mode=rwc' if mode == 'write' else _read_flags(path)}"
 
     def connect() -> sqlite3.Connection:
+        if mode == "write":
+            # For its owner alone; SQLite gives its other files the mode of this one.
+            with suppress(OSError):  # it is there, or SQLite says what is wrong
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return sqlite3.connect(target, timeout=busy_timeout_s, check_same_thread=False, uri=True)
 
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)

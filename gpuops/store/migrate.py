@@ -99,6 +99,7 @@ def _back_up_sqlite(path: Path, revision: str | None) -> None:
     partial = target.with_name(target.name + ".part")
     partial.unlink(missing_ok=True)
     try:
+        partial.touch(mode=0o600)
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(partial)) as copy:
             source.backup(copy)
         partial.rename(target)

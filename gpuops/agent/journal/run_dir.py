@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gpuops.errors import UsageError
-from gpuops.host.trust import why_not_ours
+from gpuops.host.trust import atomic_write, why_not_ours
 from gpuops.units import US_PER_S
 
 STATE_SCHEMA = "gpuops.run-state/1"
@@ -111,9 +111,8 @@ class RunDirectory:
             OSError: The directory is gone, full or read-only.
         """
         name = "state.json" if group_rank == 0 else f"state-{group_rank}.json"
-        partial = self.path / f".{name}.{os.getpid()}"
-        partial.write_text(json.dumps({"schema": STATE_SCHEMA, **state}) + "\n", encoding="utf-8")
-        partial.replace(self.path / name)
+        text = json.dumps({"schema": STATE_SCHEMA, **state}) + "\n"
+        atomic_write(self.path / name, text.encode(), 0o600)
 
     def remove_rings(self) -> None:
         """Free the memory of the rings."""

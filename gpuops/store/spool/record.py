@@ -31,7 +31,7 @@ class JournalFile:
     def __init__(self, directory: Path, origin: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(directory / f"{origin}{JOURNAL_SUFFIX}", flags, 0o644)
+        self._fd = os.open(directory / f"{origin}{JOURNAL_SUFFIX}", flags, 0o600)
         self._size = os.fstat(self._fd).st_size
 
     def append_lines(self, lines: Sequence[bytes], *, sync: bool) -> None:

@@ -90,6 +90,7 @@ def test_the_state_file_is_replaced_as_a_whole(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["state-1.json", "state.json"]
     state = json.loads((tmp_path / "state.json").read_text())
     assert state == {"schema": "gpuops.run-state/1", "generation": 1}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_rings_of_dead_agents_are_removed_and_those_of_the_living_stay(tmp_path):

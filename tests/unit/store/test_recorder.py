@@ -39,6 +39,7 @@ def test_the_journal_holds_the_lines_of_the_spool(tmp_path):
     (journal,) = (tmp_path / "journal").iterdir()
     assert journal.name == f"{keeper.origin}.jsonl"
     assert journal.read_bytes() == b"".join(raw_lines(tmp_path / "spool"))
+    assert journal.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_spool_that_cannot_be_written_is_said_once_and_the_journal_goes_on(tmp_path, caplog):

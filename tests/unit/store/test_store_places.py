@@ -40,7 +40,7 @@ def test_an_upgrade_makes_no_directory_for_a_store_that_was_named(call, tmp_path
 def test_the_default_store_is_given_its_directory(tmp_path):
     upgrade_store(f"sqlite:///{tmp_path}/state/gpuops.db")
 
-    assert (tmp_path / "state" / "gpuops.db").exists()
+    assert (tmp_path / "state" / "gpuops.db").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

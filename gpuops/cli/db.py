@@ -1,7 +1,7 @@
-"""``gpuops db upgrade|status|flush``."""
+"""``gpuops db upgrade|status|flush|prune``."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import click
 
@@ -11,10 +11,13 @@ from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, StoreError
 from gpuops.host.clock import SystemClock
 from gpuops.log import printable
 from gpuops.model import Json, envelope
+from gpuops.report.render.layout import table
 from gpuops.store.backends import parse_url, redacted
-from gpuops.store.engine import SchemaFit, StoreSummary, summarize_store
+from gpuops.store.engine import SchemaFit, StoreSummary, open_store, summarize_store
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.schema import REVISION
+from gpuops.store.sizes import GROWTH_DAYS, TableSize
 from gpuops.store.spool.read import count_dropped, count_rejected
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
@@ -68,7 +71,7 @@ def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> i
 
 def _summarize(settings: Settings) -> tuple[StoreSummary | None, str | None]:
     try:
-        return summarize_store(settings.store_url, root=settings.root), None
+        return summarize_store(settings.store_url, SystemClock().now_us(), root=settings.root), None
     except StoreError as exc:
         return None, str(exc)
 
@@ -87,6 +90,17 @@ def _store_json(settings: Settings, summary: StoreSummary | None, error: str | N
         "state": summary.fit.value if summary else "unreachable",
         "advice": summary.advice if summary else error,
         "rows": summary.rows if summary else {},
+        "tables": [_table_json(item) for item in summary.tables] if summary else [],
+    }
+
+
+def _table_json(item: TableSize) -> Json:
+    return {
+        "name": item.name,
+        "rows": item.rows,
+        "bytes": item.bytes,
+        "rows_per_day": item.rows_per_day,
+        "bytes_per_day": item.bytes_per_day,
     }
 
 
@@ -115,6 +129,7 @@ def _print_status(body: Json) -> None:
         click.echo(printable(f"        {store['advice']}"))
     if store["rows"]:
         click.echo("rows    " + ", ".join(f"{name} {n}" for name, n in store["rows"].items()))
+        _print_sizes(store["tables"])
     waiting = "nothing waits"
     if spool["lines"]:
         age = format_seconds(spool["oldest_age_s"])
@@ -125,6 +140,61 @@ def _print_status(body: Json) -> None:
         click.echo(f"        {spool['rejected']} refused lines are kept in rejected/")
     if spool["rejected_dropped"]:
         click.echo(f"        {spool['rejected_dropped']} more did not fit there and were dropped")
+
+
+def _print_sizes(tables: list[Json]) -> None:
+    total = sum(item["bytes"] or 0 for item in tables)
+    if total:
+        growth = sum(item["bytes_per_day"] or 0 for item in tables)
+        click.echo(
+            f"size    {format_bytes(total)}, {format_bytes(round(growth))} a day"
+            f" (new rows of the last {GROWTH_DAYS} days)"
+        )
+    rows = [
+        (
+            item["name"],
+            "-" if item["bytes"] is None else format_bytes(item["bytes"]),
+            str(item["rows"]),
+            "-" if item["rows_per_day"] is None else f"{item['rows_per_day']:.0f}",
+            "-" if item["bytes_per_day"] is None else format_bytes(round(item["bytes_per_day"])),
+        )
+        for item in tables
+    ]
+    head = ("table", "size", "rows", "rows a day", "bytes a day")
+    for line in table(head, rows, right=(1, 2, 3, 4)).splitlines() if rows else ():
+        click.echo(f"        {line}")
+
+
+@db.command("prune", epilog="Example: gpuops db prune --dry-run")
+@store_option
+@click.option("--dry-run", is_flag=True, help="Count the rows, delete none.")
+@json_option
+@click.pass_context
+def prune_command(ctx: click.Context, store: str | None, *, dry_run: bool, as_json: bool) -> None:
+    """Delete what is older than its retention (the settings `retention.*_days`).
+
+    In small steps, so that writers never wait for long. Incidents, runs, repairs and strikes stay.
+    """
+    settings = settings_of(ctx, store__url=store)
+    retention = Retention(
+        **{item.name: settings.values[f"retention.{item.name}"].value for item in fields(Retention)}
+    )
+    now_us = SystemClock().now_us()
+    with open_store(
+        settings.store_url, mode="read" if dry_run else "write", root=settings.root
+    ) as opened:
+        if dry_run:
+            with opened.begin() as connection:
+                rows = count_prunable(connection, retention, now_us)
+        else:
+            rows = prune(opened, retention, now_us)
+    if as_json:
+        body = {"dry_run": dry_run, "deleted": rows, "retention": asdict(retention)}
+        click.echo(json.dumps(envelope("gpuops.db-prune/1", body), indent=2))
+        return
+    done = "would delete" if dry_run else "deleted"
+    counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+    click.echo(f"{done}: {counts or 'nothing is older than its retention'}")
 
 
 @db.command("flush", epilog="Example: gpuops db flush")

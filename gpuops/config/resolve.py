@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from gpuops.config.schema import (
     CHECKPOINT_SETTINGS,
+    RETENTION_SETTINGS,
     RUN_SETTINGS,
     Setting,
     SettingValue,
@@ -243,6 +244,7 @@ SETTINGS = (
         lambda _env, _root: None,
         "the folder of scontrol; unset: the folders of Debian, RPMs and /opt/slurm",
     ),
+    *RETENTION_SETTINGS,
     *RUN_SETTINGS,
     *CHECKPOINT_SETTINGS,
 )

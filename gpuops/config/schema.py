@@ -64,6 +64,18 @@ def to_count(value: object) -> int | None:
     return value
 
 
+DAYS_MAX = 36_500
+
+
+def to_days(value: object) -> int:
+    """Return *value*, a number of days; 0: for ever."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= DAYS_MAX:
+        raise ValueError(f"expected a number of days from 0 (for ever) to {DAYS_MAX}")
+    return value
+
+
 def to_bool(value: object) -> bool:
     """Return the boolean in *value*: 1, 0, true, false."""
     words = {"1": True, "true": True, "0": False, "false": False, "": False}
@@ -397,6 +409,23 @@ RUN_SETTINGS = (
     ),
 )
 
+
+def _retention(table: str, days: int, what: str) -> Setting:
+    return Setting(
+        f"retention.{table}_days",
+        f"GPUOPS_RETENTION_{table.upper()}_DAYS",
+        to_days,
+        lambda _env, _root: days,
+        f"days after which `gpuops db prune` deletes {what}; 0: never",
+    )
+
+
+RETENTION_SETTINGS = (
+    _retention("events", 400, "events and evidence"),
+    _retention("checks", 400, "check runs and their results"),
+    _retention("samples", 90, "the hourly values of checks"),
+    _retention("progress", 90, "the progress of runs by the minute"),
+)
 CHECKPOINT_SETTINGS = (
     _checkpoint_setting(
         "keeper",

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import Connection, Engine, func, inspect, select, text
+from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
@@ -34,6 +34,7 @@ from gpuops.store.backends import (
     unreachable_error,
 )
 from gpuops.store.schema import REVISION, metadata
+from gpuops.store.sizes import TableSize, measure_tables
 
 
 class SchemaFit(Enum):
@@ -261,13 +262,17 @@ STATUS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StoreSummary:
-    """The content of a store; ``revision`` is that of its schema, None without one."""
+    """The content of a store; ``revision`` is that of its schema, None without one.
+
+    ``tables``: those with rows, the largest first.
+    """
 
     url: str
     backend: str
     fit: SchemaFit
     revision: str | None
     rows: dict[str, int]
+    tables: tuple[TableSize, ...] = ()
 
     @property
     def advice(self) -> str | None:
@@ -283,8 +288,10 @@ class StoreSummary:
         }[self.fit]
 
 
-def summarize_store(url: str, *, root: Path = Path("/")) -> StoreSummary:
+def summarize_store(url: str, now_us: int, *, root: Path = Path("/")) -> StoreSummary:
     """Return what the store at *url* holds; a SQLite file that is not there is empty.
+
+    *now_us*: how much each table grew lately is counted back from then.
 
     Raises:
         UsageError, NetworkFilesystemError, StoreUnreachableError: It cannot be read.
@@ -301,13 +308,8 @@ def summarize_store(url: str, *, root: Path = Path("/")) -> StoreSummary:
     ):
         found, has_tables = read_revision(connection)
         fit = compare_revision(found, has_tables=has_tables)
-        rows = _count(connection) if fit in (SchemaFit.CURRENT, SchemaFit.UNKNOWN) else {}
-    return StoreSummary(redacted(parsed), backend, fit, found, rows)
-
-
-def _count(connection: Connection) -> dict[str, int]:
-    tables = metadata.tables
-    return {
-        name: connection.execute(select(func.count()).select_from(tables[name])).scalar_one()
-        for name in COUNTED_TABLES
-    }
+        is_readable = fit in (SchemaFit.CURRENT, SchemaFit.UNKNOWN)
+        tables = measure_tables(connection, now_us) if is_readable else ()
+    counts = {item.name: item.rows for item in tables}
+    rows = {name: counts.get(name, 0) for name in COUNTED_TABLES} if is_readable else {}
+    return StoreSummary(redacted(parsed), backend, fit, found, rows, tables)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.warm_python import warm_run
 
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, EXIT_USAGE
 from gpuops.host.clock import SystemClock
+from gpuops.store.events import new_event
 from gpuops.store.schema import REVISION
 from gpuops.store.spool.record import spool_recorder
 
@@ -143,3 +145,39 @@ def test_a_real_postgres_is_made_fed_and_shown(tmp_path, guarded_postgres):
     assert sent.stdout.startswith("3 sent")
     assert "events 3" in shown.stdout
     assert "s3cret" not in early.stderr + made.stdout + sent.stdout + shown.stdout
+
+
+def test_prune_deletes_by_the_settings_and_says_what(tmp_path):
+    recorded(tmp_path)
+    gpuops("db", "flush", tmp_path=tmp_path)
+    env = {"GPUOPS_RETENTION_EVENTS_DAYS": "1"}
+
+    shown = gpuops("db", "prune", "--dry-run", tmp_path=tmp_path, **env)
+    done = gpuops("db", "prune", "--json", tmp_path=tmp_path, **env)
+    again = gpuops("db", "prune", tmp_path=tmp_path, **env)
+    wrong = gpuops("db", "prune", tmp_path=tmp_path, GPUOPS_RETENTION_EVENTS_DAYS="-1")
+
+    assert shown.stdout == "would delete: events 3\n"
+    body = json.loads(done.stdout)
+    assert (body["schema"], body["deleted"]) == ("gpuops.db-prune/1", {"events": 3})
+    assert body["retention"]["events_days"] == 1
+    assert again.stdout == "deleted: nothing is older than its retention\n"
+    assert (wrong.returncode, "retention.events_days" in wrong.stderr) == (EXIT_USAGE, True)
+
+
+def test_status_shows_how_large_each_table_is_and_how_it_grows(tmp_path):
+    keeper = spool_recorder(
+        tmp_path / "spool", node="n1", boot_id="b", bytes_max=2**26, clock=SystemClock()
+    )
+    keeper.record(*(new_event("tool.failed", node="n1", clock=SystemClock()) for _ in range(7)))
+    keeper.close()
+    gpuops("db", "flush", tmp_path=tmp_path)
+
+    body = json.loads(gpuops("db", "status", "--json", tmp_path=tmp_path).stdout)
+    text = gpuops("db", "status", tmp_path=tmp_path).stdout
+
+    tables = {item["name"]: item for item in body["store"]["tables"]}
+    assert (tables["events"]["rows"], tables["events"]["rows_per_day"]) == (7, 1.0)
+    assert tables["events"]["bytes"] > tables["events"]["bytes_per_day"] > 0
+    assert "a day (new rows of the last 7 days)" in text
+    assert re.search(r"^ +events +\S+ \S+ +7 +1 ", text, re.MULTILINE)

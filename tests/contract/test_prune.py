@@ -1,0 +1,127 @@
+"""What is older than its retention is deleted, in steps between which writers write."""
+
+import pytest
+from sqlalchemy import func, select
+from support.check_day import ROUND_S, START_US, SimulatedNode, send
+from support.stories import envelopes, story
+
+from gpuops.store.engine import open_store
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.migrate import upgrade_store
+from gpuops.store.prune import Retention, count_prunable, prune
+from gpuops.store.queries import node_queries, run_queries
+from gpuops.store.schema import metadata
+
+DAY_US = 86_400 * 10**6
+ROUNDS = 40
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request, tmp_path):
+    if request.param == "sqlite":
+        found = f"sqlite:///{tmp_path}/store.db"
+    else:
+        found = request.getfixturevalue("postgres_url")
+    upgrade_store(found)
+    return found
+
+
+@pytest.fixture
+def store(url):
+    with open_store(url, mode="write") as opened:
+        yield opened
+
+
+def counts(store):
+    with store.begin() as connection:
+        return {
+            name: connection.scalar(select(func.count()).select_from(table))
+            for name, table in metadata.tables.items()
+        }
+
+
+def checked(store, rounds=ROUNDS):
+    """Fill *store* with the checks of one node that flaps; return when the last began."""
+    node = SimulatedNode.drawn(1, "prune")
+    node.flaps = True
+    for number in range(rounds):
+        send(store, node.lines(number))
+    return START_US + (rounds - 1) * ROUND_S * 10**6
+
+
+def test_only_what_is_older_goes_and_the_rest_can_still_be_read(store):
+    last_us = checked(store)
+    with store.begin() as connection:
+        ingest(connection, envelopes(story(1)), 1)
+    before = counts(store)
+    middle_us = START_US + 20 * ROUND_S * 10**6
+    newest_us = max(last_us, middle_us)
+
+    deleted = prune(store, Retention(checks_days=1), middle_us + DAY_US, pause=lambda _s: None)
+
+    after = counts(store)
+    assert deleted["check_runs"] == before["check_runs"] - after["check_runs"] > 3
+    assert deleted["check_results"] == before["check_results"] - after["check_results"] > 3
+    with store.begin() as connection:
+        kept = run_queries.check_runs(connection, node="n0001", limit=1000)
+        node = node_queries.find_node(connection, "n0001", cluster="default")
+    assert min(run.last_us for run in kept) >= middle_us
+    assert node.last_seen_us >= newest_us
+
+
+def test_incidents_runs_and_what_a_node_has_stay_for_ever(store):
+    with store.begin() as connection:
+        ingest(connection, envelopes(story(1)), 1)
+    before = counts(store)
+    shown = Retention(events_days=1, checks_days=1, samples_days=1, progress_days=1)
+
+    with store.begin() as connection:
+        expected = count_prunable(connection, shown, START_US + 9999 * DAY_US)
+    deleted = prune(store, shown, START_US + 9999 * DAY_US, pause=lambda _s: None)
+
+    after = counts(store)
+    gone = {"events", "evidence", "check_runs", "progress"}
+    assert {name: deleted[name] for name in gone} == expected
+    children = {"incident_evidence", "check_results"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == gone | children
+    assert not any(after[name] for name in changed)
+
+
+def test_zero_days_keep_for_ever(store):
+    with store.begin() as connection:
+        ingest(connection, envelopes(story(1)), 1)
+    forever = Retention(events_days=0, checks_days=0, samples_days=0, progress_days=0)
+
+    assert prune(store, forever, START_US + 9999 * DAY_US) == {}
+
+
+def test_between_its_steps_others_write(url, store):
+    """No transaction is open while it pauses, so that not even SQLite makes anyone wait."""
+    last_us = checked(store)
+    lines = iter(envelopes(story(2)))
+    written, waits_s = [], []
+
+    def pause(seconds):
+        waits_s.append(seconds)
+        with open_store(url, mode="write", deadline_s=5) as other, other.begin() as connection:
+            written.append(ingest(connection, [next(lines)], 1).new)
+
+    retention = Retention(events_days=0, samples_days=0, progress_days=0, checks_days=1)
+    deleted = prune(store, retention, last_us + 2 * DAY_US, pause=pause, step_rows=5)
+
+    assert deleted["check_runs"] > 15
+    assert len(written) >= deleted["check_runs"] / 5
+    assert set(written) == {1}
+    assert min(waits_s) > 0
+
+
+def test_a_run_that_goes_on_is_not_deleted_by_when_it_began(store):
+    node = SimulatedNode.drawn(1, "steady")
+    node.warns, node.broken_from, node.rebooted_at, node.flaps = True, None, None, False
+    for number in range(10):
+        send(store, node.lines(number))
+
+    deleted = prune(store, Retention(checks_days=1), START_US + DAY_US + 1, pause=lambda _s: None)
+
+    assert "check_runs" not in deleted

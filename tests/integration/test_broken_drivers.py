@@ -82,6 +82,14 @@ def test_healthy_gpus_that_a_job_was_given_pass(node):
     assert node.check(shape("h100"), "--trigger", "prolog", **SLURM) == (0, [])
 
 
+def test_gpus_that_a_job_was_given_and_that_do_not_open_fail(node):
+    closed = shape("h100", broken=dict.fromkeys(range(8), 999))
+    code, findings = node.check(closed, "--trigger", "prolog", only="gpu_count", **SLURM)
+
+    assert (code, findings[-1]["status"]) == (1, "fail")
+    assert "NVML cannot open GPUs 0, 1, 2, 3, 4, 5, 6, 7, which the job" in findings[-1]["message"]
+
+
 # Members of structures, numbers and fields that are "not available": all bits set.
 KEYS = (
     *("sram_aggregate_parity", "sram_volatile_secded", "sram_threshold_exceeded"),

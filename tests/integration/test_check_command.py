@@ -141,7 +141,9 @@ def test_missing_gpus_fail_where_they_are_expected(node):
 
     assert run.returncode == 1
     assert "fail    gpu_count" in run.stdout
-    assert "no GPU on the PCI bus and no NVIDIA driver library" in run.stdout
+    # Long messages are wrapped.
+    text = " ".join(run.stdout.split())
+    assert "no GPU on the PCI bus and no NVIDIA driver library" in text
 
 
 def test_the_expectation_may_come_from_the_environment(node):

@@ -4,9 +4,18 @@ from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, JudgeContext
 from gpuops.checks.core.profile import NumberExpectation
-from gpuops.checks.gpu.gpus import PROBE, GpuVerdict, finding, not_found, unanswered
+from gpuops.checks.gpu.gpus import (
+    PROBE,
+    GpuVerdict,
+    finding,
+    listed,
+    not_found,
+    selected,
+    surely_selected,
+    unanswered,
+)
 from gpuops.host.gpu_names import Gpus
-from gpuops.host.nvml.facts import OPEN_CALL, UNREADABLE, NvmlGpu, NvmlStatus
+from gpuops.host.nvml.facts import NO_ACCESS, OPEN_CALL, UNREADABLE, NvmlGpu, NvmlStatus
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.slurm.env import NUMBERED
 
@@ -56,11 +65,14 @@ def gpus_expected(facts: Gpus, context: JudgeContext) -> NumberExpectation | Non
 
 
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding about the count, and a warning about selected GPUs that are missing."""
+    """Return one finding about the count, and those about selected GPUs that are missing.
+
+    A GPU that Slurm surely gave a job fails if NVML does not list it or cannot open it.
+    """
     expected = _expectation(parameters, facts, context)
-    absent = facts.nvml.status is NvmlStatus.ABSENT
-    if absent and expected.count is not None:
-        return [finding(_NAME, context.node, _absent(facts, expected.count, expected.source))]
+    is_down = facts.nvml.status in {NvmlStatus.ABSENT, NvmlStatus.ERROR}
+    if is_down and facts.nvml.error_code not in NO_ACCESS and expected.count is not None:
+        return [finding(_NAME, context.node, _not_started(facts, expected.count, expected.source))]
     if facts.nvml.status is not NvmlStatus.OK:
         silent = unanswered(_NAME, facts, context)
         assert silent is not None
@@ -68,7 +80,28 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
     counted = finding(
         _NAME, context.node, _counted(facts, expected, inside_job=parameters.inside_job)
     )
-    return [counted, *not_found(_NAME, facts, context)]
+    return [counted, *_not_given(facts, context)]
+
+
+def _not_given(facts: Gpus, context: JudgeContext) -> list[Finding]:
+    by_slurm = any(name.startswith(NUMBERED) for name in context.gpus or ())
+    if by_slurm and not facts.nvml.gpus:
+        return []  # `_counted` says so.
+    found = not_found(_NAME, facts, context)
+    if not by_slurm or not surely_selected(facts, context):
+        return found
+    unopened = [gpu for gpu in selected(facts, context) if not _is_present(gpu)]
+    if unopened:
+        text = f"NVML cannot open {listed(unopened)}, which the job was given: {unopened[0].error}"
+        verdict = GpuVerdict(
+            message=text,
+            value=len(unopened),
+            unit="GPUs",
+            threshold="= 0",
+            failure_class=FailureClass.GPU_MISSING,
+        )
+        found.append(finding(_NAME, context.node, verdict))
+    return [replace(item, status=Status.FAIL) for item in found]
 
 
 def _expectation(parameters: Parameters, facts: Gpus, context: JudgeContext) -> _Expected:
@@ -111,20 +144,22 @@ def _counted(facts: Gpus, expected: _Expected, *, inside_job: bool) -> GpuVerdic
 def _is_present(gpu: NvmlGpu) -> bool:
     """Return whether NVML has *gpu*, even if its UUID is garbage or its calls hang or crash.
 
-    `gpu_lost` judges what it reports wrongly, `gpu_driver` hangs and crashes.
+    One that this user may not ask counts too. `gpu_lost` judges what it reports wrongly,
+    `gpu_driver` hangs and crashes.
     """
     if gpu.uuid is not None or gpu.hung_call is not None or gpu.crash is not None:
         return True
     is_opened = not any(error.call == OPEN_CALL for error in gpu.errors)
-    return is_opened and gpu.error_code in {None, UNREADABLE}
+    may_ask = gpu.error_code not in NO_ACCESS
+    return (is_opened and gpu.error_code in {None, UNREADABLE}) or not may_ask
 
 
 def _alive_on_bus(facts: Gpus) -> int:
     return sum(gpu.answers is not False for gpu in facts.pci)
 
 
-def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
-    absent = GpuVerdict(
+def _not_started(facts: Gpus, expected: int, source: str) -> GpuVerdict:
+    none = GpuVerdict(
         message="no GPU in use, as expected",
         value=0,
         unit="GPUs",
@@ -132,8 +167,11 @@ def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
         source=source,
     )
     if not expected:
-        return absent
-    if not facts.pci:
+        return none
+    if facts.nvml.status is NvmlStatus.ERROR:
+        text = f"NVML does not start and counts no GPU: {facts.nvml.error}; see gpu_driver"
+        failure_class = FailureClass.GPU_DRIVER
+    elif not facts.pci:
         text, failure_class = (
             "no GPU on the PCI bus and no NVIDIA driver library",
             FailureClass.GPU_MISSING,
@@ -141,7 +179,7 @@ def _absent(facts: Gpus, expected: int, source: str) -> GpuVerdict:
     else:
         text = f"{len(facts.pci)} GPUs on the PCI bus, but libnvidia-ml.so.1 is not installed"
         failure_class = FailureClass.GPU_DRIVER
-    return replace(absent, status=Status.FAIL, message=text, failure_class=failure_class)
+    return replace(none, status=Status.FAIL, message=text, failure_class=failure_class)
 
 
 CHECK = Check(

@@ -8,7 +8,9 @@ from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import (
     GPU_IS_LOST,
     HANG_S,
+    NO_ACCESS,
     NO_PERMISSION,
+    OPERATING_SYSTEM,
     RESET_REQUIRED,
     NvmlSnapshot,
     NvmlStatus,
@@ -17,17 +19,14 @@ from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 _NAME = "gpu_driver"
 _DRIVER_NOT_LOADED = 9
-_OPERATING_SYSTEM = 17
 _MISMATCH = 18
 _EXPLANATIONS = {
     NO_PERMISSION: "this user has no access to the driver",
     _DRIVER_NOT_LOADED: "the kernel module nvidia is not loaded",
-    _OPERATING_SYSTEM: "the operating system or a cgroup keeps this process from the driver",
+    OPERATING_SYSTEM: "the operating system or a cgroup keeps this process from the driver",
     _MISMATCH: "the library is of another version than the loaded kernel module, so no CUDA"
     " program starts here; reload the module or reboot",
 }
-# Codes that a process in a container, or without root, gets from a healthy driver.
-_NO_ACCESS = (NO_PERMISSION, _OPERATING_SYSTEM)
 # Codes by which the loaded module itself reports a fault of its library or GPUs.
 _FAULTS = (_MISMATCH, GPU_IS_LOST, RESET_REQUIRED)
 _COLD = "a cold driver takes 10 to 20 s to initialise"
@@ -54,7 +53,7 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
         return [finding(_NAME, context.node, _crashed(nvml, context))]
     expected = gpus_expected(facts, context)
     is_unexpected = not facts.pci if expected is None else not expected.value
-    if is_unexpected and nvml.error_code not in _NO_ACCESS:
+    if is_unexpected and nvml.error_code not in NO_ACCESS:
         text = f"no GPU is expected here; {nvml.error}"
         return [
             finding(_NAME, context.node, GpuVerdict(status=Status.SKIP, message=text, source=None))
@@ -141,7 +140,7 @@ def _refused(facts: Gpus, expected: NumberExpectation | None) -> GpuVerdict:
     else:
         why = f": {_EXPLANATIONS[code]}" if code in _EXPLANATIONS else ""
         text = f"{nvml.error} (code {code}){why}; {on_bus}"
-    if code in _NO_ACCESS:
+    if code in NO_ACCESS:
         return GpuVerdict(
             status=Status.UNKNOWN, message=text, unknown_reason=UnknownReason.NO_PERMISSION
         )

@@ -120,6 +120,9 @@ NO_PERMISSION = 4
 CORRUPTED_INFOROM = 14
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
+OPERATING_SYSTEM = 17
+# The codes that a process in a container, or without root, gets from a healthy driver.
+NO_ACCESS = (NO_PERMISSION, OPERATING_SYSTEM)
 
 # Below this a call is only slow, or this run had little time left for it: healthy ones return
 # within a tenth of it, and one that hangs gets the rest of the time.

@@ -135,6 +135,51 @@ def test_gpus_that_slurm_hands_out_are_missing_where_nvml_lists_none_at_all(list
     assert findings(node(**ABSENT), case=by_slurm)[0][1] == "skip"
 
 
+GIVEN = replace(CASE, gpus=frozenset({"slurm:0", "slurm:1"}))
+
+
+@pytest.mark.parametrize("case", [GIVEN, PROFILED])
+def test_a_driver_that_does_not_start_counts_none_of_the_gpus_that_are_expected(case):
+    facts = silent(NvmlStatus.ERROR, error="nvmlInit: no", error_code=9)
+
+    assert findings(facts, case=case) == [("n1", "fail", "gpu_sw.driver")]
+    assert findings(facts, expected=0, case=case) == [("n1", "pass", None)]
+
+
+def test_a_gpu_that_the_job_was_given_and_nvml_does_not_list_fails():
+    assert findings(node(gpu(0), on_bus=1), case=GIVEN) == [
+        ("n1", "pass", None),
+        ("n1", "fail", "gpu_hw.missing"),
+    ]
+    assert findings(node(*gpus(2)), case=GIVEN) == [("n1", "pass", None)]
+
+
+@pytest.mark.parametrize(("code", "missing"), [(999, True), (15, True), (4, False), (17, False)])
+def test_a_gpu_that_the_job_was_given_and_nvml_cannot_open_fails(code, missing):
+    closed = gpu(
+        1,
+        uuid=None,
+        minor=None,
+        error="nvmlDeviceGetHandleByIndex: no",
+        error_code=code,
+        errors=(CallError("nvmlDeviceGetHandleByIndex", code, "no"),),
+    )
+    found = judge(node(gpu(0), closed), Parameters(), GIVEN)
+    elsewhere = replace(GIVEN, gpus=frozenset({"slurm:0"}))
+
+    assert [item.status.word for item in found] == (["warn", "fail"] if missing else ["pass"])
+    assert judge(node(gpu(0), closed), Parameters(), elsewhere)[1:] == []
+
+
+def test_where_slurms_number_may_be_another_gpu_none_that_cannot_be_opened_fails():
+    """Its minor number is not known, and another GPU has the one that Slurm named."""
+    closed = gpu(1, uuid=None, minor=None, error="no", error_code=999)
+    other = gpu(0, minor=1)
+    case = replace(CASE, gpus=frozenset({"slurm:1"}))
+
+    assert "fail" not in [item[1] for item in findings(node(other, closed), case=case)]
+
+
 def test_gpus_asked_for_by_name_that_are_not_listed_warn():
     case = replace(CASE, gpus=frozenset({"0", "GPU-9"}))
 
@@ -150,7 +195,7 @@ def test_gpus_asked_for_by_name_that_are_not_listed_warn():
         (NvmlStatus.TIMEOUT, None, "timeout"),
         (NvmlStatus.CRASH, None, "crash"),
         (NvmlStatus.ERROR, 4, "no_permission"),
-        (NvmlStatus.ERROR, 18, "missing_tool"),
+        (NvmlStatus.ERROR, 17, "missing_tool"),
     ],
 )
 def test_an_nvml_that_says_nothing_is_judged_elsewhere(status, code, reason):

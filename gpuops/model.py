@@ -127,6 +127,27 @@ class ActionKind(StrEnum):
     RMA = "rma"
 
 
+class ReturnCondition(StrEnum):
+    """What a drained node must show before gpuops resumes it.
+
+    Health checks that pass, a diagnostic that passes, a burn-in (a diagnostic until there is one),
+    or a person's word: a repair. A repair is enough for all of them.
+    """
+
+    CHECK = "check"
+    DIAG = "diag"
+    BURNIN = "burnin"
+    PERSON = "person"
+
+    @classmethod
+    def default(cls, failure_class: FailureClass) -> Self:
+        """Return the condition of a class whose runbook names none.
+
+        A passive check cannot see that faulty GPU hardware is well: the fault shows under load.
+        """
+        return cls.DIAG if failure_class.category == "gpu_hw" else cls.CHECK
+
+
 class IncidentState(StrEnum):
     """Open, mitigated (the job runs again), closed (the cost is known), merged into another."""
 

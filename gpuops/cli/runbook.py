@@ -8,6 +8,7 @@ import click
 
 from gpuops.cli.options import json_option
 from gpuops.errors import UsageError
+from gpuops.gate.policy import DRAINING_ACTIONS
 from gpuops.incident.runbook import Runbook, find_runbook, load_runbooks
 from gpuops.model import Json, envelope
 from gpuops.resources import data_dir
@@ -48,8 +49,9 @@ def _print_list(pages: list[Runbook], *, as_json: bool) -> None:
         return
     from gpuops.report.render.layout import table
 
-    head = ("failure class", "severity", "side", "action", "title")
-    click.echo(table(head, [tuple(map(str, _row(page).values())) for page in pages]))
+    keys = ("failure_class", "severity", "side", "action", "title")
+    head = ("failure class", *keys[1:])
+    click.echo(table(head, [tuple(str(_row(page)[key]) for key in keys) for page in pages]))
 
 
 def _row(page: Runbook) -> Json:
@@ -58,12 +60,15 @@ def _row(page: Runbook) -> Json:
         "severity": page.severity,
         "side": page.side.value,
         "action": page.action.value,
+        "returns": page.returns.value,
         "title": page.title,
     }
 
 
 def _heading(page: Runbook) -> str:
     policy = f"severity {page.severity}, side {page.side.value}, action {page.action.value}"
+    if page.action in DRAINING_ACTIONS:
+        policy += f", returns by {page.returns.value}"
     return f"# {page.failure_class.value}: {page.title}\n\n{policy}\n"
 
 

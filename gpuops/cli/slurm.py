@@ -9,13 +9,22 @@ from pathlib import Path
 
 import click
 
+from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import Settings, environ
-from gpuops.errors import EXIT_FAIL, EXIT_OK
-from gpuops.gate.health_check import FindScontrol, check_health, follow_up, publish_drain
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN
+from gpuops.gate.health_check import (
+    DIAGNOSTIC,
+    FindScontrol,
+    check_health,
+    diagnose,
+    follow_up,
+    publish_drain,
+)
 from gpuops.gate.hook import GateResult, HookContext, run_hook, within_shipped_deadline
 from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
 from gpuops.gate.permit import GateSettings
+from gpuops.gate.policy import proves_healthy
 from gpuops.gate.record import record_options
 from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
@@ -100,6 +109,25 @@ def followup(ctx: click.Context) -> int:
     return EXIT_OK if result is None else _print_result(result)
 
 
+@slurm.command(epilog="Example: gpuops slurm diag")
+@click.pass_context
+def diag(ctx: click.Context) -> int:
+    """Run NVIDIA's diagnostic on this node; after a pass a drained node may return.
+
+    It needs dcgmi and takes minutes. The health check starts it on a drained node without jobs.
+    """
+    check_run = diagnose(_hook_context(ctx, "diag"))
+    if check_run is None:
+        click.echo("a diagnostic already runs on this node", err=True)
+        return EXIT_TRY_LATER
+    _print_findings(check_run)
+    if proves_healthy(check_run.findings, DIAGNOSTIC):
+        click.echo("passed: a drained node may return", err=True)
+        return EXIT_OK
+    click.echo(f"not passed: check {DIAGNOSTIC} gave no pass, or another check fails", err=True)
+    return EXIT_FAIL if check_run.verdict is Status.FAIL else EXIT_UNKNOWN
+
+
 @slurm.command(epilog="Example: gpuops slurm install --print")
 @click.option("--print", "only_print", is_flag=True, help="Show everything, write nothing.")
 @click.option(
@@ -130,11 +158,15 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
     return EXIT_OK
 
 
-def _print_result(result: GateResult) -> int:
-    """Print findings and the decision for slurmd's log; return the exit code."""
-    for finding in result.check_run.findings:
+def _print_findings(check_run: CheckRun) -> None:
+    for finding in check_run.findings:
         if finding.status in {Status.FAIL, Status.UNKNOWN}:
             click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)
+
+
+def _print_result(result: GateResult) -> int:
+    """Print findings and the decision for slurmd's log; return the exit code."""
+    _print_findings(result.check_run)
     for line in result.problems:
         click.echo(line, err=True)
     if result.cause is not None:

@@ -185,6 +185,36 @@ def save_outcome(
     return saved
 
 
+_DIAGNOSTIC_NAME = "diagnostic.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedDiagnostic:
+    """The node's last diagnostics: when one was started for its return, and when one passed."""
+
+    asked_us: int | None = None
+    passed_us: int | None = None
+
+
+def read_diagnostic(state_dir: Path, *, uid: int) -> RecordedDiagnostic:
+    """Return the recorded diagnostics.
+
+    Raises:
+        ProbeError: The file cannot be read, is not such a record, or is writable by others.
+    """
+    found = _read(RecordedDiagnostic, state_dir / _DIAGNOSTIC_NAME, "record of diagnostics", uid)
+    return found or RecordedDiagnostic()
+
+
+def write_diagnostic(state_dir: Path, diagnostic: RecordedDiagnostic) -> None:
+    """Replace the recorded diagnostics by *diagnostic*.
+
+    Raises:
+        ProbeError: It cannot be written.
+    """
+    _write(diagnostic, state_dir / _DIAGNOSTIC_NAME, "record of diagnostics")
+
+
 _RESUMES_NAME = "resumes.json"
 _RESUMES_MAX = 256
 

@@ -27,8 +27,10 @@ from gpuops.gate.drain import (
     DrainRetry,
     DrainStage,
     drain_node,
+    read_diagnostic,
     read_resumes,
     save_outcome,
+    write_diagnostic,
     write_resumes,
 )
 from gpuops.gate.hook import (
@@ -39,6 +41,7 @@ from gpuops.gate.hook import (
     record_decision,
     recorded_drain,
     save_drain,
+    start_helper,
 )
 from gpuops.gate.node_state import StateError, read_state
 from gpuops.gate.permit import GateSettings, sync_from_store
@@ -49,12 +52,16 @@ from gpuops.gate.policy import (
     next_drain_step,
     proves_healthy,
     resume_refusal,
+    return_refusal,
 )
-from gpuops.gate.record import record
+from gpuops.gate.record import record, record_check_run
 from gpuops.gate.session import check_node, start_saving_state
 from gpuops.host.clock import Clock
-from gpuops.model import Event, FailureClass
+from gpuops.incident.runbook import return_condition
+from gpuops.model import Event, FailureClass, ReturnCondition
+from gpuops.resources import data_dir
 from gpuops.slurm.scontrol import Scontrol, SlurmNode
+from gpuops.units import US_PER_S
 
 
 class NodeAction(StrEnum):
@@ -69,11 +76,12 @@ class NodeAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeActionResult:
-    """What was done, why, and about which drain."""
+    """What was done, why, and about which drain. ``diagnose``: start a diagnostic of the node."""
 
     action: NodeAction
     why: str
     drain: DrainRecord | None = None
+    diagnose: bool = False
 
 
 def reason_not_to_drain(view: SlurmNode) -> str | None:
@@ -120,13 +128,17 @@ def act(
         )
     if view.reason != recorded.reason:
         return _resend(recorded, view, health)
-    return _count_pass(recorded, health, healthy=healthy and may_resume(view, recorded.reason))
+    healthy = healthy and may_resume(view, recorded.reason)
+    return _count_pass(recorded, health, healthy=healthy, idle=view.idle)
 
 
-def _count_pass(recorded: DrainRecord, health: HealthContext, *, healthy: bool) -> NodeActionResult:
+def _count_pass(
+    recorded: DrainRecord, health: HealthContext, *, healthy: bool, idle: bool
+) -> NodeActionResult:
     """Count a passed check of a node that we drained; resume it after enough in a row.
 
-    After too many resumes it stays drained: then an administrator must inspect the node.
+    If its failure class returns by a diagnostic, one runs once the node is *idle*. After too many
+    resumes the node stays drained: then an administrator must inspect it.
     """
     passes, needed = recorded.passes + 1 if healthy else 0, health.gate.passes_to_resume
     if passes < needed:
@@ -134,15 +146,50 @@ def _count_pass(recorded: DrainRecord, health: HealthContext, *, healthy: bool) 
         return NodeActionResult(
             NodeAction.NOTHING, f"still drained: {passes} of {needed} passes in a row"
         )
-    why = _try_resume(recorded, health)
+    refused, diagnose = _may_return(recorded, health, idle=idle)
+    why = refused or _try_resume(recorded, health)
     if why is not None:
         kept = replace(recorded, passes=passes, stage=DrainStage.SET.value, kept=why)
         health.save(kept)
         return NodeActionResult(
-            NodeAction.NOTHING if recorded.kept else NodeAction.KEPT, f"still drained: {why}", kept
+            NodeAction.NOTHING if recorded.kept else NodeAction.KEPT,
+            f"still drained: {why}",
+            kept,
+            diagnose,
         )
     health.save(None)
     return NodeActionResult(NodeAction.RESUMED, f"{passes} health checks passed in a row", recorded)
+
+
+# A node that fails its diagnostic is diagnosed again this much later.
+DIAGNOSE_AGAIN_S = 3600.0
+
+
+def _may_return(
+    recorded: DrainRecord, health: HealthContext, *, idle: bool
+) -> tuple[str | None, bool]:
+    """Return why the node of *recorded* may not return yet, and whether to start a diagnostic."""
+    gate, now_us = health.gate, health.clock.now_us()
+    condition = return_condition(FailureClass(recorded.failure_class), data_dir("runbooks"))
+    try:
+        last = read_diagnostic(gate.state_dir, uid=gate.uid)
+        why = return_refusal(condition, recorded.t_us, last.passed_us, _repaired_us(gate))
+        waits = why is not None and condition in {ReturnCondition.DIAG, ReturnCondition.BURNIN}
+        asked_us = last.asked_us or 0
+        is_due = asked_us < recorded.t_us or now_us - asked_us >= DIAGNOSE_AGAIN_S * US_PER_S
+        if not (waits and idle and is_due):
+            return why, False
+        write_diagnostic(gate.state_dir, replace(last, asked_us=now_us))
+    except ProbeError as exc:
+        return str(exc), False
+    return why, True
+
+
+def _repaired_us(gate: GateSettings) -> list[int]:
+    try:
+        return [repair.t_us for repair in read_state(gate.state_dir, gate.uid).repairs]
+    except StateError:
+        return []
 
 
 def _try_resume(recorded: DrainRecord, health: HealthContext) -> str | None:
@@ -158,15 +205,8 @@ def _try_resume(recorded: DrainRecord, health: HealthContext) -> str | None:
         before = read_resumes(gate.state_dir, uid=gate.uid)
     except ProbeError as exc:
         return str(exc)
-    try:
-        repairs = read_state(gate.state_dir, gate.uid).repairs
-    except StateError:
-        repairs = ()
     why = resume_refusal(
-        before.of(recorded.check),
-        [repair.t_us for repair in repairs],
-        now_us,
-        gate.resumes_max_per_day,
+        before.of(recorded.check), _repaired_us(gate), now_us, gate.resumes_max_per_day
     )
     if why is not None:
         return why
@@ -215,6 +255,8 @@ def _publish(drain: DrainRecord, health: HealthContext) -> NodeActionResult:
 
 
 HEALTH_PUBLISH_S = 6.0
+# The check whose pass is a diagnostic that passed.
+DIAGNOSTIC = "dcgm_diag"
 _JITTER_STEPS = 1000
 
 FindScontrol = Callable[[], Scontrol]
@@ -252,6 +294,27 @@ def follow_up(context: HookContext, find: FindScontrol) -> GateResult | None:
             record_decision(context.options, result.drain, DrainOutcome.DRAIN, context.clock)
             _publish_drain(context, result.drain, find)
         return result
+
+
+def diagnose(context: HookContext) -> CheckRun | None:
+    """Run the node's diagnostic and record it; a drained node may return after one that passes.
+
+    None: another process already does it.
+
+    Raises:
+        ProbeError: The result cannot be saved for the health check.
+    """
+    with _try_lock(context.gate.state_dir / "diag.lock") as is_locked:
+        if not is_locked:
+            return None
+        started_us = context.clock.now_us()
+        check_run = check_node(context.plan, context.clock)
+        record_check_run(check_run, context.occasion, context.options, context.clock)
+        if proves_healthy(check_run.findings, DIAGNOSTIC):
+            gate = context.gate
+            last = read_diagnostic(gate.state_dir, uid=gate.uid)
+            write_diagnostic(gate.state_dir, replace(last, passed_us=started_us))
+        return check_run
 
 
 def check_health(
@@ -315,6 +378,8 @@ def _act(
     except SlurmError as exc:
         return NodeActionResult(NodeAction.NOTHING, str(exc))
     drain = action.drain
+    if action.diagnose:
+        start_helper(context.options, ["diag"])
     if drain is not None and action.action is NodeAction.KEPT:
         kept = replace(drain, why=action.why)
         record_decision(context.options, kept, DrainOutcome.KEPT, context.clock)

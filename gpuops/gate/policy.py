@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from gpuops.config.resolve import GateMode
 from gpuops.host.node_state import FleetCount
-from gpuops.model import ActionKind, FailureClass, Finding, Status
+from gpuops.model import ActionKind, FailureClass, Finding, ReturnCondition, Status
 from gpuops.slurm.reason import OF_SLURMD, is_ours, reason_text
 from gpuops.slurm.scontrol import SlurmNode
 from gpuops.store.fuse import CauseKind, FuseSettings
@@ -250,6 +250,32 @@ def resume_refusal(
     times = "once" if count == 1 else f"{count} times"
     text = f"resumed {times} in {RESUMES_WINDOW_S / 3600:g} h after drains for this check"
     return f"{text}; use `gpuops repair` or resume it by hand"
+
+
+def return_refusal(
+    condition: ReturnCondition,
+    drained_us: int,
+    diagnosed_us: int | None,
+    repaired_us: Iterable[int],
+) -> str | None:
+    """Return why a node whose checks pass again is not resumed; None: it may be.
+
+    Args:
+        condition: Of the failure class that it was drained for.
+        drained_us: When it was drained.
+        diagnosed_us: When a diagnostic last passed there.
+        repaired_us: When the node or a part of it was repaired, by a person's word.
+    """
+    if condition is ReturnCondition.CHECK or any(item > drained_us for item in repaired_us):
+        return None
+    if condition is ReturnCondition.PERSON:
+        return "its failure class returns by a person: `gpuops repair`, or resume it by hand"
+    if diagnosed_us is not None and diagnosed_us > drained_us:
+        return None
+    return (
+        "no diagnostic has passed since the drain: `gpuops slurm diag` on the node (needs dcgmi), "
+        "`gpuops repair`, or resume it by hand"
+    )
 
 
 def proves_healthy(findings: Iterable[Finding], check: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpuops.config.resolve import ErrorHandler, raise_error, read_or_default, reject_unknown
 from gpuops.errors import ConfigError, UsageError
-from gpuops.model import ActionKind, FailureClass, Finding, Side, Status
+from gpuops.model import ActionKind, FailureClass, Finding, ReturnCondition, Side, Status
 
 SECTIONS = (
     "What you see",
@@ -26,7 +26,7 @@ SECTIONS = (
     "Escalate",
 )
 SEVERITIES = ("page", "ticket", "note")
-_KEYS = ("failure_class", "title", "severity", "side", "action", "sources")
+_KEYS = ("failure_class", "title", "severity", "side", "action", "returns", "sources")
 _FRONT_MATTER = re.compile(r"\A\+\+\+\n(?P<front>.*?)\n\+\+\+\n(?P<body>.*)\Z", re.DOTALL)
 _HEADING = re.compile(r"^## (.+?)\s*$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -40,7 +40,8 @@ class Runbook:
 
     ``severity``: ``page`` a person now, open a ``ticket`` for working hours, or only ``note`` it.
     ``action``: the automatic action; in observe mode it is only recommended, except for the restart
-    within the budget of ``gpuops run``.
+    within the budget of ``gpuops run``. ``returns``: what a node that was drained for it must show
+    before gpuops resumes it.
     """
 
     failure_class: FailureClass
@@ -51,6 +52,7 @@ class Runbook:
     sources: tuple[str, ...]
     body: str
     text: str
+    returns: ReturnCondition = ReturnCondition.CHECK
 
 
 def load_runbooks(
@@ -84,6 +86,17 @@ def failing_runbooks(findings: Iterable[Finding], directory: Path) -> dict[Failu
     return found
 
 
+def return_condition(failure_class: FailureClass, directory: Path) -> ReturnCondition:
+    """Return what a node that was drained for it must show, by its page in *directory*.
+
+    A missing or malformed page has the default of its class.
+    """
+    with suppress(OSError, UnicodeDecodeError, ConfigError):
+        path = directory / f"{failure_class.value}.md"
+        return parse_runbook(path.name, path.read_text(encoding="utf-8")).returns
+    return ReturnCondition.default(failure_class)
+
+
 def _parsed(path: Path) -> Runbook:
     return parse_runbook(path.name, _read(path))
 
@@ -99,12 +112,15 @@ def parse_runbook(name: str, text: str) -> Runbook:
         raise ConfigError(f"runbook {name}: it must begin with front matter between +++ lines")
     front = _front_matter(name, match["front"])
     try:
+        failure_class = FailureClass(front["failure_class"])
+        returns = front.get("returns", ReturnCondition.default(failure_class))
         runbook = Runbook(
-            failure_class=FailureClass(front["failure_class"]),
+            failure_class=failure_class,
             title=str(front["title"]),
             severity=str(front["severity"]),
             side=Side(front["side"]),
             action=ActionKind(front["action"]),
+            returns=ReturnCondition(returns),
             sources=tuple(map(str, front["sources"])),
             body=match["body"].strip("\n"),
             text=text,

@@ -41,6 +41,11 @@ class SlurmNode:
         return "DRAIN" in self.states
 
     @property
+    def idle(self) -> bool:
+        """Return whether no job is on it."""
+        return "IDLE" in self.states and "COMPLETING" not in self.states
+
+    @property
     def down(self) -> bool:
         """Return whether slurmctld or an administrator has taken it down."""
         return bool(self.states & {"DOWN", "FAIL", "ERROR"})

@@ -16,6 +16,7 @@ from support.fake_root import FakeRoot
 from support.mock_nvml import addresses, shape
 from support.slurm import wait_until
 
+from gpuops.gate.drain import read_diagnostic
 from gpuops.host.process.run_with_deadline import name_of
 
 pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
@@ -180,6 +181,30 @@ def test_a_process_that_exits_meanwhile_refuses_nothing(again, name):
         return status == "warn" and message.endswith("; not in a second check 1.5 s later")
 
     assert again(is_told)
+
+
+@pytest.mark.parametrize(("status", "code", "passed"), [("Pass", 0, True), ("Fail", 1, False)])
+def test_a_diagnostic_that_passes_is_kept_for_the_return_of_the_node(hook, status, code, passed):
+    site = hook.home / "site" / "suites"
+    site.mkdir(parents=True)
+    # The shipped one runs all checks, also of what this machine lacks.
+    (site / "diag.toml").write_text(
+        'about = "short"\ninherits = "full"\ndeadline_s = 60\nrun = ["dcgm_diag"]\n'
+    )
+    result = {"entity_group": "GPU", "entity_id": 0, "status": status}
+    category = {"category": "Hardware", "tests": [{"name": "memory", "results": [result]}]}
+    told = json.dumps({"DCGM Diagnostic": {"test_categories": [category]}})
+    hook.root.write("usr/bin/dcgmi", f"#!/bin/sh\ncat <<'END'\n{told}\nEND\n")
+    (hook.root.path / "usr/bin/dcgmi").chmod(0o755)
+
+    ran = gpuops(
+        "slurm", "diag", env=hook.env_of(shape("h100", GPUS), GPUOPS_SITE_DIR=str(site.parent))
+    )
+
+    assert ran.returncode == code, ran.stderr
+    kept = read_diagnostic(hook.home / "state", uid=os.getuid())
+    assert (kept.passed_us is not None) == passed
+    assert wait_until(hook._runs, "the diagnostic is not recorded")
 
 
 def test_a_crash_of_nvml_in_a_prolog_is_decided_by_the_follow_up(hook):

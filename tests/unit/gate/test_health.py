@@ -10,7 +10,15 @@ from support.fake_slurm import FakeSlurm
 from gpuops.checks.core.runner import CheckRun
 from gpuops.config.resolve import GateMode
 from gpuops.errors import SlurmError
-from gpuops.gate.drain import DrainRecord, DrainRetry, DrainStage, read_drain, write_drain
+from gpuops.gate.drain import (
+    DrainRecord,
+    DrainRetry,
+    DrainStage,
+    RecordedDiagnostic,
+    read_drain,
+    write_diagnostic,
+    write_drain,
+)
 from gpuops.gate.health_check import HealthContext, NodeAction, act, reason_not_to_drain
 from gpuops.gate.hook import GateResult
 from gpuops.gate.node_state import change_state
@@ -27,7 +35,7 @@ DRAIN = DrainRecord(
     hook="prolog",
     reason="gpuops: fail gpu_lost n1 15 -> drain #1",
     check="gpu_lost",
-    failure_class="gpu_hw.fell_off_bus",
+    failure_class="gpu_sw.driver",
     t_us=1,
     replaces=("Prolog error",),
     stage=DrainStage.SET.value,
@@ -72,6 +80,10 @@ class Node:
 
     def checked(self, status=Status.PASS, drain=None):
         """Return what is done after a check of that status; *drain* is what it wants."""
+        return self.result(status, drain).action
+
+    def result(self, status=Status.PASS, drain=None):
+        """Return the same with what was said of it."""
         finding = Finding(
             check=self.record.check if self.record else "gpu_lost",
             entity=NODE,
@@ -91,7 +103,7 @@ class Node:
             # These tests are of what is done: on a busy machine a child may wait for its turn.
             write_s=30.0,
         )
-        return act(settled, self.record, self.slurm.node("n1"), bench).action
+        return act(settled, self.record, self.slurm.node("n1"), bench)
 
 
 @pytest.fixture
@@ -115,6 +127,57 @@ def test_our_drain_is_taken_back_after_enough_passes_in_a_row(node):
     assert node.record.passes == 1
     assert node.checked() is NodeAction.RESUMED
     assert (node.slurm.states, node.record) == ({"IDLE"}, None)
+
+
+FAULTY = replace(DRAIN, failure_class="gpu_hw.fell_off_bus", t_us=FakeClock().now_us())
+
+
+def test_faulty_gpu_hardware_does_not_return_by_passive_checks(node):
+    node.ours(FAULTY)
+
+    assert [node.checked() for _ in range(5)] == [
+        NodeAction.NOTHING,
+        NodeAction.KEPT,
+        *[NodeAction.NOTHING] * 3,
+    ]
+    assert "no diagnostic has passed since the drain" in node.record.kept
+    assert "DRAIN" in node.slurm.states
+
+
+def test_a_diagnostic_is_started_on_an_idle_node_once_an_hour(node):
+    node.ours(FAULTY)
+    node.slurm.states = {"ALLOCATED", "DRAIN"}
+    assert [node.result().diagnose for _ in range(3)] == [False] * 3
+    node.slurm.states = {"IDLE", "DRAIN"}
+    assert [node.result().diagnose for _ in range(3)] == [True, False, False]
+    node.clock.advance(3599)
+    assert not node.result().diagnose
+    node.clock.advance(1)
+
+    assert node.result().diagnose
+
+
+@pytest.mark.parametrize(("later_us", "action"), [(0, "kept"), (1, "resumed")])
+def test_a_diagnostic_that_passed_after_the_drain_brings_it_back(node, later_us, action):
+    write_diagnostic(node.folder, RecordedDiagnostic(passed_us=FAULTY.t_us + later_us))
+
+    assert node.comes_and_goes(FAULTY) == action
+
+
+def test_a_repair_brings_it_back_without_a_diagnostic(node):
+    repaired_us = FAULTY.t_us + 1
+    repair = Repair(entity_kind="node", entity_id="n1", t_us=repaired_us, by="ann", what="card")
+    change_state(node.folder, UID, lambda state: replace(state, repairs=(repair,)))
+
+    assert node.comes_and_goes(FAULTY) is NodeAction.RESUMED
+
+
+def test_what_only_a_person_may_bring_back_needs_no_diagnostic_and_is_not_helped_by_one(node):
+    write_diagnostic(node.folder, RecordedDiagnostic(passed_us=FAULTY.t_us + 1))
+
+    assert node.comes_and_goes(replace(FAULTY, failure_class="gpu_hw.inforom")) is NodeAction.KEPT
+    assert "returns by a person" in node.record.kept
+    assert not node.result().diagnose
 
 
 def test_a_node_that_came_back_three_times_in_a_day_stays_out_and_that_is_told_once(node):

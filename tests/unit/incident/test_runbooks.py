@@ -8,8 +8,14 @@ from click.testing import CliRunner
 
 from gpuops.cli.main import gpuops
 from gpuops.errors import ConfigError, UsageError
-from gpuops.incident.runbook import SECTIONS, find_runbook, load_runbooks, parse_runbook
-from gpuops.model import FailureClass
+from gpuops.incident.runbook import (
+    SECTIONS,
+    find_runbook,
+    load_runbooks,
+    parse_runbook,
+    return_condition,
+)
+from gpuops.model import FailureClass, ReturnCondition
 from gpuops.resources import data_dir
 from gpuops.rules import load_rules
 
@@ -52,6 +58,23 @@ def test_a_page_refers_to_pages_that_exist(page):
     named = re.findall(r"gpuops runbook\s+([a-z_]+\.[a-z_]+)", page.body)
 
     assert set(named) <= {kind.value for kind in FailureClass}
+
+
+def test_a_page_says_how_a_drained_node_returns_and_faulty_gpus_need_a_diagnostic(tmp_path):
+    def returns(kind, **lines):
+        text = RUNBOOKS[kind].text
+        for old, new in lines.values():
+            text = text.replace(old, new)
+        (tmp_path / f"{kind.value}.md").write_text(text)
+        return return_condition(kind, tmp_path)
+
+    asks = {"line": ('action = "drain"\n', 'action = "drain"\nreturns = "burnin"\n')}
+    assert returns(FailureClass.GPU_NVLINK) is ReturnCondition.DIAG
+    assert returns(FailureClass.GPU_NVLINK, **asks) is ReturnCondition.BURNIN
+    assert returns(FailureClass.HOST_SERVICE) is ReturnCondition.CHECK
+    assert returns(FailureClass.HOST_SERVICE, line=("+++", "---")) is ReturnCondition.CHECK
+    assert returns(FailureClass.GPU_NVLINK, line=("+++", "---")) is ReturnCondition.DIAG
+    assert RUNBOOKS[FailureClass.GPU_INFOROM].returns is ReturnCondition.PERSON
 
 
 def commands_in(page):
@@ -105,6 +128,7 @@ def test_code_fences_are_closed(page):
         ("+++\nfailure_class", "failure_class", "front matter between"),
         ('severity = "ticket"', 'severity = "loud"', "severity 'loud'"),
         ('action = "stop"', 'action = "shrug"', "shrug"),
+        ('action = "stop"', 'action = "stop"\nreturns = "soon"', "soon"),
         ('side = "user"', "", "lacks 'side'"),
         ('side = "user"', 'side = "user"\nowner = "me"', "unknown key 'owner'"),
         ('side = "user"', "side = ", "not TOML"),

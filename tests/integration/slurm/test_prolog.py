@@ -150,12 +150,12 @@ def test_without_a_database_the_drivers_own_verdict_drains(cluster):
     assert cluster.drained_for("n1", "gpuops: fail gpu_lost")
 
 
-def test_the_fuse_lets_the_job_start_on_the_third_node_that_fails_the_same_way(
+def test_the_fuse_lets_the_job_start_on_a_node_more_than_may_fail_the_same_way(
     cluster, postgres_url
 ):
     for name in ("n1", "n2", "n3"):
         cluster[name].lack_gpus()
-        cluster[name].set(GPUOPS_STORE=postgres_url)
+        cluster[name].set(GPUOPS_STORE=postgres_url, GPUOPS_FUSE_NODES="2")
     gpuops("db", "upgrade", "--store", postgres_url)
     assert [cluster.run_hook(name).returncode for name in ("n1", "n2")] == [1, 1]
     job = cluster.finished(cluster.submit("exit 0", "-w", "n3"))
@@ -164,6 +164,16 @@ def test_the_fuse_lets_the_job_start_on_the_third_node_that_fails_the_same_way(
     assert cluster.drained_for("n1", "gpuops: fail gpu_count")
     assert cluster.drained_for("n2", "gpuops: fail gpu_count")
     assert cluster.state("n3") == ("IDLE", None)
+
+
+def test_a_tripped_fuse_lets_no_job_start_on_hardware_that_reports_a_fault(cluster, postgres_url):
+    for name in ("n1", "n2", "n3"):
+        cluster[name].lose_gpu()
+        cluster[name].set(GPUOPS_STORE=postgres_url, GPUOPS_FUSE_NODES="1")
+    gpuops("db", "upgrade", "--store", postgres_url)
+
+    assert [cluster.run_hook(name).returncode for name in ("n1", "n2", "n3")] == [1, 1, 1]
+    assert cluster.drained_for("n3", "gpuops: fail gpu_lost")
 
 
 def test_no_command_of_slurm_is_in_the_way_of_a_job(cluster):

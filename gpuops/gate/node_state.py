@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpuops.checks.core.check import JudgeContext
+from gpuops.checks.core.kernel_rules import PROBE as KERNEL_LOG_PROBE
+from gpuops.checks.core.kernel_rules import KernelFacts, memory_after
 from gpuops.checks.core.runner import CheckRun
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.gpu_names import Gpus
@@ -331,6 +333,9 @@ def state_after(
     if isinstance(gpus, Gpus):
         state = _after_crash(_after_nvml(state, gpus.nvml, moment), gpus.nvml, moment)
         state = replace(state, profile=check_run.profile)
+    log = check_run.facts.get(KERNEL_LOG_PROBE.name)
+    if isinstance(log, KernelFacts):
+        state = replace(state, kernel=memory_after(state.kernel, log, moment.boot_id))
     sample = CounterSample(
         boot_id=moment.boot_id,
         since_boot_s=moment.since_boot_s,

@@ -214,10 +214,14 @@ def check_node(
     stored, moment = _load_state(plan, clock, left)
     selector = plan.selector(stored.state.profile)
     run = run_context(plan, selector, stored, moment, on_finding)
-    check_run = run_suite(plan.suite, plan.machine, run, clock, left)
+    check_run = run_suite(plan.suite, _machine(plan, stored), run, clock, left)
     return with_notes(
         replace(check_run, moment=moment, fleet=stored.state.fleet), selector, stored, run
     )
+
+
+def _machine(plan: CheckPlan, stored: StoredNodeState) -> ProbeContext:
+    return replace(plan.machine, kernel=stored.state.kernel.of_boot(stored.boot_id))
 
 
 def _load_state(
@@ -358,7 +362,9 @@ def record_facts(plan: CheckPlan, clock: Clock) -> tuple[Recording, str | None]:
     recording = Recording(
         node=request.node,
         moment=moment,
-        results={item.probe: item for item in collect(plan.suite, plan.machine, chooser, left)},
+        results={
+            item.probe: item for item in collect(plan.suite, _machine(plan, stored), chooser, left)
+        },
         state=stored.state,
         profile=request.profile,
         gpus_expected=request.gpus_expected,

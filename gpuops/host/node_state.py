@@ -1,7 +1,7 @@
 """The state of a node between two checks, in one small file below the state folder.
 
 It holds what judges need without a query of the store: earlier counters, driver calls that gave no
-answer, acknowledged repairs.
+answer, acknowledged repairs, what the kernel's log held.
 """
 
 import socket
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpuops.host.xid_log import DriverLog
 from gpuops.model import Incident
 
 
@@ -153,6 +154,36 @@ class RecordedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelHit:
+    """The lines that the log rule ``rule`` matched about ``subject``; times are µs since boot."""
+
+    rule: str
+    subject: str | None
+    count: int
+    first_us: int
+    last_us: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelMemory:
+    """What checks saw in the kernel's log of the boot ``boot_id``.
+
+    The log overwrites its oldest lines, and any user can fill it. ``uuids``: of GPUs with Xids, by
+    PCI address.
+    """
+
+    boot_id: str = ""
+    hits: tuple[KernelHit, ...] = ()
+    driver: DriverLog = field(default_factory=DriverLog)
+    uuids: Mapping[str, str] = field(default_factory=dict)
+
+    def of_boot(self, boot_id: str) -> "KernelMemory":
+        """Return what is remembered of the boot *boot_id*: nothing of another one."""
+        return self if boot_id and boot_id == self.boot_id else KernelMemory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     """The file's content. ``hangs`` and ``crashes``: since NVML last answered, oldest first.
 
@@ -161,7 +192,8 @@ class NodeState:
     ``strikes``: the last answer of the store. ``incidents``: the open ones of this node, by
     `gpuops.incident.incidents.node.incident_key`. ``profile``: the name of the profile that the
     GPUs last matched. ``fleet``: the store's last answer about the fleet. ``recorded``: by suite
-    and caller. ``decided``: the last recorded decision to leave the node as it is.
+    and caller. ``decided``: the last recorded decision to leave the node as it is. ``kernel``: see
+    `KernelMemory`.
     """
 
     samples: tuple[CounterSample, ...] = ()
@@ -176,6 +208,7 @@ class NodeState:
     fleet: FleetCount | None = None
     recorded: Mapping[str, RecordedRun] = field(default_factory=dict)
     decided: str | None = None
+    kernel: KernelMemory = field(default_factory=KernelMemory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,21 @@ class _Series:
         if len(self.tallies) > MINUTES_MAX:
             self._join_the_oldest()
 
+    def recall(self, burst: Burst) -> None:
+        """Add *burst*, of which some lines may have been added already."""
+        for tally in self.tallies:
+            if tally.minute == burst.minute:
+                tally.count = max(tally.count, burst.count)
+                tally.first_us = min(tally.first_us, burst.first_us)
+                tally.last_us = max(tally.last_us, burst.last_us)
+                return
+        self.tallies.append(
+            _Tally(burst.minute, burst.count, burst.first_us, burst.last_us, burst.line, burst.link)
+        )
+        self.tallies.sort(key=lambda tally: tally.minute)
+        if len(self.tallies) > MINUTES_MAX:
+            self._join_the_oldest()
+
     def _join_the_oldest(self) -> None:
         first, second, *rest = self.tallies
         second.count += first.count
@@ -153,6 +168,21 @@ class DriverLines:
         if text.startswith("nvidia-nvswitch"):
             return self._add_sxid(record)
         return False
+
+    def recall(self, earlier: DriverLog) -> None:
+        """Add what was collected from the same log *earlier*, and may have left it meanwhile."""
+        for found, bursts in ((self._xids, earlier.xids), (self._sxids, earlier.sxids)):
+            for burst in bursts:
+                series = self._series(found, burst.address, burst.code, fatal=burst.fatal)
+                if series is not None:
+                    series.recall(burst)
+        for item in earlier.recovery:
+            known = self._recovery.get(item.address)
+            if known is None or known.since_boot_us < item.since_boot_us:
+                self._recovery[item.address] = item
+        times = [t for t in (self._loaded_us, earlier.loaded_us) if t is not None]
+        self._loaded_us = max(times, default=None)
+        self._more = max(self._more, earlier.more)
 
     def log(self) -> DriverLog:
         """Return the collected lines."""

@@ -162,6 +162,17 @@ def test_a_gpu_that_fell_off_the_bus_is_seen_three_ways(node):
     assert {item["failure_class"] for item in found} == {"gpu_hw.fell_off_bus"}
 
 
+def test_a_log_that_others_filled_since_takes_back_no_xid(node):
+    node.gpus(2).root.kmsg("boot", XID_79)
+    assert node.check("--only", "gpu_xid", record=True).returncode == 1
+    flood = "".join(f"4,{n},{n}000000,-;tmpfs: mounted\n" for n in range(900, 999))
+    node.root.write("dev/kmsg", flood)
+
+    assert node.check("--only", "gpu_xid", record=True).returncode == 1
+    node.root.write("proc/sys/kernel/random/boot_id", "another boot\n")
+    assert node.check("--only", "gpu_xid", record=True).returncode == 0
+
+
 def test_an_nvml_that_hangs_is_named_as_late_and_costs_bounded_time(node):
     node.gpus(2)
     node.scenario = "deaf\ndelay_ms 600000\n" + node.scenario

@@ -12,7 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, Profile, TextExpectation
 from gpuops.errors import ConfigError
-from gpuops.host.node_state import Counters, DriverCrash, DriverHang, Repair, Strikes
+from gpuops.host.node_state import (
+    Counters,
+    DriverCrash,
+    DriverHang,
+    KernelMemory,
+    Repair,
+    Strikes,
+)
 from gpuops.model import Entity, FailureClass, Finding, Status, UnknownReason
 
 F = TypeVar("F")
@@ -26,7 +33,8 @@ class ProbeContext:
     """What a probe reads: the root of the file system, the folders of log rules and of Xids.
 
     ``inputs``: what the checks of this probe need to know about (`Check.inputs`). ``node``: its
-    name; ``site_checks``: the folder of the site's executables.
+    name; ``site_checks``: the folder of the site's executables. ``kernel``: what earlier checks of
+    this boot saw in the kernel's log.
     """
 
     root: Path = Path("/")
@@ -35,6 +43,7 @@ class ProbeContext:
     node: str = ""
     site_checks: Path | None = None
     xid_dirs: tuple[Path, ...] = ()
+    kernel: KernelMemory = field(default_factory=KernelMemory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

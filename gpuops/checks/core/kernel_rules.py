@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from gpuops.checks.core.check import JudgeContext, Probe, ProbeContext
@@ -10,10 +10,11 @@ from gpuops.checks.core.xid_catalogue import SxidKind, XidKind, load_sxids, load
 from gpuops.errors import ProbeError
 from gpuops.host.gpu_names import GpuName, read_gpu_names
 from gpuops.host.kmsg import KernelRecord, journal_records, kernel_records
+from gpuops.host.node_state import KernelHit, KernelMemory
 from gpuops.host.process.probe import STOP_S
 from gpuops.host.procfs import read_text
 from gpuops.host.xid import OffBusLines
-from gpuops.host.xid_log import DriverLines, DriverLog
+from gpuops.host.xid_log import Burst, DriverLines, DriverLog
 from gpuops.model import Entity, EntityKind, Status, UnknownReason
 from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource, load_rules, required_literals
 from gpuops.units import format_seconds
@@ -80,6 +81,7 @@ class RuleSearch:
             if rule.cleared_by is not None
         ]
         self._found: dict[tuple[str, str | None], _Tally] = {}
+        self._cleared: dict[tuple[str, str | None], int] = {}
         self._first: int | None = None
         self._count = self._more = 0
         self.last_us = 0
@@ -112,6 +114,28 @@ class RuleSearch:
                 self._hit(rule, match.groupdict().get("subject"), record)
                 return
 
+    @property
+    def complete(self) -> bool:
+        """Return whether the log's start was still there."""
+        return self._first == 0
+
+    def recall(self, hits: Iterable[KernelHit]) -> None:
+        """Add *hits* of earlier searches, whose lines may have left the log meanwhile."""
+        rules = {rule.id: rule for rule in self._rules}
+        for hit in hits:
+            key = hit.rule, hit.subject
+            cleared = [self._cleared.get(name, -1) for name in (key, (hit.rule, None))]
+            if hit.rule not in rules or max(cleared) >= hit.last_us:
+                continue
+            tally = self._found.get(key)
+            if tally is not None:
+                tally.count = max(tally.count, hit.count)
+                tally.first_us = min(tally.first_us, hit.first_us)
+                tally.line = hit.line
+            elif len(self._found) < SUBJECTS_MAX:
+                rule = rules[hit.rule]
+                self._found[key] = _Tally(rule, hit.count, hit.first_us, hit.last_us, hit.line)
+
     def log(self, now_us: int | None = None) -> KernelLogMatches:
         """Return what was found as of *now_us*; None: as of the last record."""
         now_us = self.last_us if now_us is None else now_us
@@ -119,7 +143,7 @@ class RuleSearch:
             _hits(subject, tally, now_us) for (_rule, subject), tally in self._found.items()
         )
         return KernelLogMatches(
-            records=self._count, complete=self._first == 0, hits=hits, more=self._more
+            records=self._count, complete=self.complete, hits=hits, more=self._more
         )
 
     def _hit(self, rule: LogRule, subject: str | None, record: KernelRecord) -> None:
@@ -140,6 +164,8 @@ class RuleSearch:
             match = pattern.match(record.text[:LINE_MAX])
             if match:
                 subject = match.groupdict().get("subject")
+                if len(self._cleared) < SUBJECTS_MAX or (name, subject) in self._cleared:
+                    self._cleared[name, subject] = record.since_boot_us
                 for key in [found for found in self._found if found[0] == name]:
                     if subject in (None, key[1]):
                         del self._found[key]
@@ -219,6 +245,9 @@ def gather(
         search.add(batch)
         for record in batch:
             lines.add(record)
+    if not search.complete:
+        search.recall(machine.kernel.hits)
+        lines.recall(machine.kernel.driver)
     driver = lines.log()
     known, known_switch = load_xids(machine.xid_dirs), load_sxids(machine.xid_dirs)
     codes = sorted({burst.code for burst in driver.xids})
@@ -229,10 +258,14 @@ def gather(
         now_us=search.last_us if now_us is None else now_us,
         log=search.log(now_us),
         driver=driver,
-        gpus=read_gpu_names(machine.root, lines.uuids) if driver.xids else (),
+        gpus=_gpu_names(machine, lines) if driver.xids else (),
         xids=tuple(known.get(code) or XidKind.unknown(code) for code in codes),
         sxids=tuple(known_switch.get(code) or SxidKind.unknown(code) for code in switch_codes),
     )
+
+
+def _gpu_names(machine: ProbeContext, lines: DriverLines) -> tuple[GpuName, ...]:
+    return read_gpu_names(machine.root, {**machine.kernel.uuids, **lines.uuids})
 
 
 def _uptime_us(machine: ProbeContext) -> int | None:
@@ -240,6 +273,45 @@ def _uptime_us(machine: ProbeContext) -> int | None:
         return round(float(read_text(machine.root / "proc/uptime").split()[0]) * 1e6)
     except (ProbeError, ValueError, IndexError):
         return None
+
+
+BURSTS_MAX = 16
+
+
+def memory_after(memory: KernelMemory, facts: KernelFacts, boot_id: str) -> KernelMemory:
+    """Return what to remember of the log of the boot *boot_id* after *facts*.
+
+    Of each code of a device the newest `BURSTS_MAX` bursts, none from before the driver's load.
+    """
+    memory, driver = memory.of_boot(boot_id), DriverLines()
+    driver.recall(facts.driver)
+    driver.recall(memory.driver)
+    log = driver.log()
+    return KernelMemory(
+        boot_id=boot_id,
+        hits=tuple(_remembered(hits) for hits in facts.log.hits),
+        driver=replace(log, xids=_newest(log.xids, log), sxids=_newest(log.sxids, log)),
+        uuids={**memory.uuids, **{gpu.address: gpu.uuid for gpu in facts.gpus if gpu.uuid}},
+    )
+
+
+def _remembered(hits: RuleHits) -> KernelHit:
+    return KernelHit(
+        rule=hits.rule,
+        subject=hits.subject,
+        count=hits.count,
+        first_us=hits.first_us,
+        last_us=hits.last_us,
+        line=hits.line,
+    )
+
+
+def _newest(bursts: Iterable[Burst], log: DriverLog) -> tuple[Burst, ...]:
+    kinds: dict[tuple[str, int, bool | None], list[Burst]] = {}
+    for burst in bursts:
+        if log.loaded_us is None or burst.last_us > log.loaded_us:
+            kinds.setdefault((burst.address, burst.code, burst.fatal), []).append(burst)
+    return tuple(burst for kind in kinds.values() for burst in kind[-BURSTS_MAX:])
 
 
 def since(facts: KernelFacts, cut_us: int | None = None) -> str:

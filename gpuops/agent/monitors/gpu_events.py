@@ -8,6 +8,7 @@ the catalogue, or the driver      the run
   ... ``IGNORE``, ``RESTART_APP``  ends this generation; the node may be used again
 ``recovery`` (154), wants action  ends this generation; the node is to blame
   ... a drain                     evidence; blames the node for a failure that follows
+  ... of the NVLink domain        evidence; names the class of a failure that follows
 ``mixed``, a code not listed      evidence; names the class of a failure that follows
 ``application``                   evidence; names the class of a failure that follows
 ``informational``, 154 with None  evidence
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
-from gpuops.host.xid import NVLINK5
+from gpuops.host.xid import NVLINK5, is_of_domain
 from gpuops.host.xid_watch import LOST, XidEvent, XidSource
 from gpuops.incident.decision import ReportKind
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
@@ -95,8 +96,11 @@ def _hardware(event: XidEvent, kind: XidKind, text: str) -> GpuFault:
 def _recovery(event: XidEvent, kind: XidKind, text: str) -> GpuFault:
     if event.recovery is None or event.recovery == _NOTHING_WANTED:
         return GpuFault(text=text)
+    text = f"the driver wants: {event.recovery} ({text})"
+    if is_of_domain(event.recovery):
+        return GpuFault(text=text, suggests=FailureClass.GPU_FABRIC, side=Side.INFRA)
     return GpuFault(
-        text=f"the driver wants: {event.recovery} ({text})",
+        text=text,
         # A GPU to drain still works: the driver lets the job finish.
         ends="drain" not in event.recovery.lower(),
         blames_node=True,

@@ -1,7 +1,7 @@
 """Did a GPU's memory have errors that ECC could not correct?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext
@@ -42,7 +42,8 @@ class Parameters:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with uncorrected errors, or with the driver's error flag.
 
-    The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) always fails.
+    The driver's flag (`nvmlDeviceGetSramEccErrorStatus`) always fails. Errors since the driver's
+    load only warn where the driver may have contained them and requests no action.
     """
     return judge_each(_NAME, facts, context, lambda gpu: _judge(gpu, parameters), _summary, _CALLS)
 
@@ -58,7 +59,8 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
     verdicts = []
     if volatile is not None:
         text = f"{volatile} uncorrected errors since the driver's load or the last reset"
-        verdicts += _beyond(parameters.volatile, volatile, text, unit="errors")
+        found = _beyond(parameters.volatile, volatile, text, unit="errors")
+        verdicts += [_contained(item) for item in found] if _may_contain(gpu) else found
     if aggregate is not None:
         text = f"{aggregate} uncorrected SRAM errors in its lifetime"
         verdicts += _beyond(parameters.sram_aggregate, aggregate, text, unit="errors")
@@ -75,6 +77,20 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
             )
         )
     return verdicts
+
+
+def _may_contain(gpu: NvmlGpu) -> bool:
+    """Return whether *gpu* may have contained its errors; from Ampere on, as it remaps rows.
+
+    Of a contained error NVIDIA restarts the application alone (Xid 94); after another one the
+    driver wants a reset, and says so.
+    """
+    return gpu.remapped is not None and not gpu.recovery_action
+
+
+def _contained(verdict: GpuVerdict) -> GpuVerdict:
+    text = f"{verdict.message}; if the driver did not contain them, gpu_xid fails (Xid 48, 95)"
+    return replace(verdict, status=min(verdict.status, Status.WARN), message=text)
 
 
 def _volatile(ecc: EccErrors) -> int | None:

@@ -14,7 +14,7 @@ from gpuops.checks.core.kernel_rules import PROBE, KernelFacts, repaired_us, sin
 from gpuops.checks.core.xid_catalogue import XidClass, XidKind
 from gpuops.host.gpu_names import GpuName
 from gpuops.host.sysfs import sysfs_address
-from gpuops.host.xid import RECOVERY_ACTION
+from gpuops.host.xid import RECOVERY_ACTION, is_of_domain
 from gpuops.host.xid_log import Burst
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.slurm.env import NUMBERED
@@ -178,7 +178,11 @@ def _finding(gpu: _Gpu, parameters: Parameters, context: JudgeContext) -> Findin
 def _verdict(gpu: _Gpu, parameters: Parameters) -> tuple[Status, str]:
     worst = gpu.worst
     if gpu.action is not None:
-        return Status.FAIL, f"the driver requests: {gpu.action} (Xid 154); {worst.text()}"
+        text = f"the driver requests: {gpu.action} (Xid 154)"
+        if not is_of_domain(gpu.action):
+            return Status.FAIL, f"{text}; {worst.text()}"
+        text += ", of the NVLink domain and not of this GPU"
+        return max(Status.WARN, worst.status), f"{text}; {worst.text()}"
     if worst.kind.xid_class is XidClass.RECOVERY:
         return Status.WARN, f"{worst.text()}, with an action that gpuops does not know"
     if worst.status is not Status.PASS:
@@ -220,6 +224,8 @@ def _failure_class(gpu: _Gpu, status: Status) -> FailureClass | None:
     for group in named:
         if group.kind.failure_class is not None and group.status is not Status.PASS:
             return group.kind.failure_class
+    if gpu.action is not None and is_of_domain(gpu.action):
+        return FailureClass.GPU_FABRIC
     if gpu.action is not None or not named:
         return FailureClass.GPU_DRIVER
     return gpu.worst.kind.failure_class

@@ -71,6 +71,13 @@ def test_the_driver_decides_with_xid_154(wanted, ends, blames):
     assert (fault.ends, fault.blames_node) == (ends, blames)
 
 
+def test_a_wish_about_an_nvlink_domain_is_evidence_and_blames_no_node():
+    fault = judged(154, recovery="Recover IMEX Domain")
+
+    assert (fault.ends, fault.blames_node) == (False, False)
+    assert fault.suggests is FailureClass.GPU_FABRIC
+
+
 def test_a_gpu_that_nvml_calls_lost_is_off_the_bus():
     fault = judged(LOST, XidSource.NVML)
 

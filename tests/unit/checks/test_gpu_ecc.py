@@ -1,9 +1,11 @@
 """The verdicts on memory errors that ECC could not correct."""
 
 import pytest
+from support import kernel_log as log
 from support.checks import CASE, limit, said
-from support.gpus import gpu, node, part, shipped
+from support.gpus import address, gpu, node, part, shipped
 
+from gpuops.checks.gpu import gpu_xid
 from gpuops.checks.gpu.gpu_ecc import Parameters, judge
 from gpuops.host.nvml.facts import EccErrors
 
@@ -18,10 +20,10 @@ def findings(ecc, **changes):
     ("ecc", "status"),
     [
         (EccErrors(volatile_uncorrected=0), "pass"),
-        (EccErrors(volatile_uncorrected=1), "fail"),
-        (EccErrors(volatile_uncorrected=2), "fail"),
-        (EccErrors(sram_volatile_uncorrected=1), "fail"),
-        (EccErrors(volatile_uncorrected=0, sram_volatile_uncorrected=1), "fail"),
+        (EccErrors(volatile_uncorrected=1), "warn"),
+        (EccErrors(volatile_uncorrected=2), "warn"),
+        (EccErrors(sram_volatile_uncorrected=1), "warn"),
+        (EccErrors(volatile_uncorrected=0, sram_volatile_uncorrected=1), "warn"),
         (EccErrors(sram_aggregate_uncorrected=4), "pass"),
         (EccErrors(sram_aggregate_uncorrected=5), "fail"),
         (EccErrors(sram_aggregate_uncorrected=6), "fail"),
@@ -34,8 +36,34 @@ def test_uncorrected_errors_are_judged(ecc, status):
     (verdict,) = said(findings(ecc))
 
     assert verdict[1] == status
-    if status == "fail":
-        assert verdict == ("GPU-1", "fail", "gpu_hw.ecc_uncorrectable")
+    if status != "pass":
+        assert verdict == ("GPU-1", status, "gpu_hw.ecc_uncorrectable")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"recovery_action": 0}, "warn"),
+        ({"recovery_action": None}, "warn"),
+        ({"recovery_action": 1}, "fail"),
+        ({"remapped": None}, "fail"),
+    ],
+    ids=["no action", "an older driver", "a reset is wanted", "before Ampere"],
+)
+def test_an_error_that_may_be_contained_warns(changes, status):
+    (verdict,) = said(findings(EccErrors(volatile_uncorrected=1), **changes))
+
+    assert verdict == ("GPU-1", status, "gpu_hw.ecc_uncorrectable")
+
+
+@pytest.mark.parametrize(("code", "status"), [(94, "warn"), (95, "fail"), (48, "fail")], ids=str)
+def test_with_the_kernels_log_the_two_checks_say_the_same(tmp_path, code, status):
+    """Its count alone never convicts what Xid 94 lets run, and acquits nothing."""
+    line = f"NVRM: Xid (PCI:{address(1)[:-2]}): {code}, pid=7, name=python, Contained: SM (0x1)"
+    by_log = gpu_xid.judge(log.facts(tmp_path, line), gpu_xid.Parameters(), CASE)
+    by_count = findings(EccErrors(volatile_uncorrected=1))
+
+    assert max(finding.status for finding in (*by_log, *by_count)).word == status
 
 
 def test_each_kind_of_error_is_told():

@@ -19,7 +19,6 @@ def findings(*gpus):
         (2, "gpu_sw.driver"),
         (3, "gpu_hw.nvlink"),
         (4, "gpu_sw.driver"),
-        (5, "gpu_sw.fabric"),
         (6, "host_hw.pcie"),
         (7, "gpu_sw.driver"),
     ],
@@ -35,6 +34,14 @@ def test_an_action_that_only_a_newer_driver_knows_warns():
         "GPU-1",
         "warn",
         "gpu_sw.driver",
+    )
+
+
+def test_an_action_of_the_nvlink_domain_convicts_no_gpu_of_it():
+    assert said(findings(gpu(0), gpu(1, recovery_action=5)))[0] == (
+        "GPU-1",
+        "warn",
+        "gpu_sw.fabric",
     )
 
 

@@ -15,6 +15,7 @@ from gpuops.checks.gpu.gpu_xid import CHECK, Parameters, judge
 from gpuops.errors import ConfigError
 from gpuops.host.node_state import Repair
 from gpuops.host.records import from_json, to_json
+from gpuops.rules import LogSource, first_match
 
 ADDRESS = "0000:3b:00.0"
 UUID = "GPU-1c7a5e38-0c43-1d5b-6ab1-4f3a2b1c0d9e"
@@ -79,11 +80,11 @@ def test_each_code_of_the_catalogue_is_judged_by_its_class(read_log, kind):
 @pytest.mark.parametrize(
     ("codes", "xid_class"),
     [
-        ((46, 48, 54, 62, 64, 74, 79, 95, 110, 119, 120, 136, 140, 143), XidClass.HARDWARE),
+        ((46, 48, 54, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143), XidClass.HARDWARE),
         ((*range(144, 151), 155, 156, 158, 167, 168, 169, 171, 172), XidClass.HARDWARE),
         ((8, 11, 13, 31, 32, 39, 43, 45, 60, 68, 69, 80, 86, 88, 139), XidClass.APPLICATION),
         ((37, 38, 44, 63, 66, 67, 93, 137, 141, 152, 160, 162, 166, 170), XidClass.INFORMATIONAL),
-        ((56, 61, 78, 92, 94, 109, 121, 122, 157, 159), XidClass.MIXED),
+        ((56, 61, 78, 92, 94, 121, 122, 157, 159), XidClass.MIXED),
         ((154,), XidClass.RECOVERY),
     ],
 )
@@ -128,6 +129,23 @@ def test_what_the_driver_wants_done_fails_in_whatever_words(read_log, words):
 
     assert said([finding]) == [(GPU, "fail", "gpu_sw.driver")]
     assert f"the driver requests: {words}" in finding.message
+
+
+@pytest.mark.parametrize("words", ["", " (Recover IMEX Domain)", " (Domain)"])
+@pytest.mark.parametrize(
+    ("first", "status", "failure_class"),
+    [("boot", "warn", "gpu_sw.fabric"), (xid(79), "fail", "gpu_hw.fell_off_bus")],
+    ids=["alone", "beside a fault of its own"],
+)
+def test_what_the_driver_wants_of_an_nvlink_domain_convicts_no_gpu(
+    read_log, words, first, status, failure_class
+):
+    line = xid(154, tail=f"GPU recovery action changed from 0x0 (None) to 0x5{words}")
+    (finding,) = findings(read_log(first, line))
+
+    assert said([finding]) == [(GPU, status, failure_class)]
+    assert "of the NVLink domain and not of this GPU" in finding.message
+    assert first_match(log.RULES, line, LogSource.KERNEL) is None
 
 
 def test_the_wish_of_the_driver_outranks_the_class_of_its_cause(read_log):
@@ -372,10 +390,10 @@ SITE = """
 source = "our tickets"
 
 [[xid]]
-codes = [109]
-name = "context switch timeout"
+codes = [121]
+name = "C2C link error"
 class = "hardware"
-failure_class = "gpu_sw.driver"
+failure_class = "gpu_hw.nvlink"
 """
 
 
@@ -383,7 +401,7 @@ def test_a_site_judges_a_code_its_own_way(tmp_path):
     (tmp_path / "site.toml").write_text(SITE)
     kinds = load_xids([*log.XID_DIRS, tmp_path])
 
-    assert (kinds[109].xid_class, kinds[109].source) == (XidClass.HARDWARE, "our tickets")
+    assert (kinds[121].xid_class, kinds[121].source) == (XidClass.HARDWARE, "our tickets")
     assert kinds[79] == CATALOGUE[79]
 
 
@@ -392,12 +410,12 @@ def test_a_site_judges_a_code_its_own_way(tmp_path):
     [
         ('source = "our tickets"', "", "must name the source"),
         ('class = "hardware"', 'class = "bad"', "bad"),
-        ('failure_class = "gpu_sw.driver"', "", "needs a failure_class"),
-        ('failure_class = "gpu_sw.driver"', 'failure_class = "gpu.none"', "gpu.none"),
-        ('name = "context switch timeout"', "", "missing 'name'"),
-        ("codes = [109]", 'codes = ["109"]', "whole numbers"),
-        ("codes = [109]", "codes = [109, 109]", "109 twice"),
-        ("codes = [109]", "code = 109", "unknown key 'code'"),
+        ('failure_class = "gpu_hw.nvlink"', "", "needs a failure_class"),
+        ('failure_class = "gpu_hw.nvlink"', 'failure_class = "gpu.none"', "gpu.none"),
+        ('name = "C2C link error"', "", "missing 'name'"),
+        ("codes = [121]", 'codes = ["121"]', "whole numbers"),
+        ("codes = [121]", "codes = [121, 121]", "121 twice"),
+        ("codes = [121]", "code = 121", "unknown key 'code'"),
     ],
 )
 def test_a_catalogue_that_is_none_is_refused_by_name(tmp_path, old, new, message):

@@ -64,12 +64,17 @@ def left_behind(percent):
     return lambda one: replace(one, processes=(), memory=memory)
 
 
+def uncorrected(one):
+    return part(one, "ecc", volatile_uncorrected=1)
+
+
 FAULTS = [
     ("gpu_lost", lambda one: replace(one, error="lost", error_code=15)),
     ("gpu_lost", lambda one: replace(one, errors=(CallError("nvmlX", 16, "reset"),))),
     ("gpu_recovery_action", lambda one: replace(one, recovery_action=2)),
     ("gpu_row_remap", lambda one: replace(one, remapped=rows(failure=True))),
-    ("gpu_ecc", lambda one: part(one, "ecc", volatile_uncorrected=1)),
+    ("gpu_ecc", lambda one: replace(uncorrected(one), remapped=None)),
+    ("gpu_ecc", lambda one: replace(uncorrected(one), recovery_action=1)),
     ("gpu_ecc", lambda one: part(one, "ecc", sram_threshold_exceeded=True)),
     ("gpu_inforom", lambda one: replace(one, inforom_valid=False)),
     ("gpu_temperature", lambda one: part(one, "temperature", core_c=89.0, slowdown_c=89.0)),
@@ -90,6 +95,8 @@ SIGNS = [
     ("gpu_power", lambda one: part(one, "power", limit_w=200.0, default_limit_w=700.0)),
     ("gpu_clocks", lambda one: part(one, "clocks", sm_max_mhz=900, sm_application_mhz=900)),
     ("gpu_versions", lambda one: replace(one, vbios="00.00.00.00.00")),
+    ("gpu_ecc", uncorrected),
+    ("gpu_recovery_action", lambda one: replace(one, recovery_action=5)),
     ("gpu_ecc_corrected", lambda one: part(one, "ecc", aggregate_corrected=1000)),
     ("gpu_pcie_replays", lambda one: part(one, "pcie", replays=480)),
     ("nvlink_errors", lambda one: replace(one, nvlinks=(counted(one.nvlinks[0]),))),

@@ -6,9 +6,11 @@ from dataclasses import asdict, fields
 import click
 
 from gpuops.cli.options import json_option, settings_of, store_option
-from gpuops.config.resolve import Settings
+from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, StoreError
 from gpuops.host.clock import SystemClock
+from gpuops.host.node_state import node_name
+from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import Json, envelope
 from gpuops.report.render.layout import table
@@ -18,10 +20,11 @@ from gpuops.store.migrate import upgrade_store
 from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.schema import REVISION
 from gpuops.store.sizes import GROWTH_DAYS, TableSize
+from gpuops.store.spool.forward import ForwardOptions, ForwardReport, forward_users
 from gpuops.store.spool.read import count_dropped, count_rejected
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
-from gpuops.units import US_PER_S, format_bytes, format_seconds, iso_utc
+from gpuops.units import NS_PER_S, US_PER_S, format_bytes, format_seconds, iso_utc
 
 
 @click.group(epilog="Example: gpuops db upgrade")
@@ -214,25 +217,57 @@ def prune_command(ctx: click.Context, store: str | None, *, dry_run: bool, as_js
 def flush_command(
     ctx: click.Context, store: str | None, deadline_s: float, *, quiet: bool, as_json: bool
 ) -> int:
-    """Send the events in the spool to the store; exit 75 if some remain."""
-    settings = settings_of(ctx, store__url=store)
+    """Send the events in the spool to the store; exit 75 if some remain.
+
+    As root, also those in the spools of users (spool.users_dir).
+    """
+    settings, clock = settings_of(ctx, store__url=store), SystemClock()
+    end_ns = clock.mono_ns() + round(deadline_s * NS_PER_S)
     report = flush(
         settings.spool_dir,
         settings.store_url,
         deadline_s=deadline_s,
         cluster=settings.cluster,
-        clock=SystemClock(),
+        clock=clock,
         root=settings.root,
     )
+    forwarded = None
+    if current_uid() == 0 and report.note is None:
+        left_s = max((end_ns - clock.mono_ns()) / NS_PER_S, 0.1)
+        forwarded = forward_users(_forward_options(settings), deadline_s=left_s, clock=clock)
     if as_json:
-        click.echo(json.dumps(envelope("gpuops.db-flush/1", asdict(report)), indent=2))
+        body = {**asdict(report), "forwarded": forwarded and asdict(forwarded)}
+        click.echo(json.dumps(envelope("gpuops.db-flush/1", body), indent=2))
     elif not quiet:
         click.echo(
             f"{report.sent} sent, {report.already_there} already there, {report.refused} refused, "
             f"{report.corrupt} corrupt, {report.torn} torn, {report.remaining} remaining"
         )
-    if report.note is None:
+        if forwarded is not None and forwarded.users:
+            click.echo(_forward_text(forwarded))
+    note = report.note or (forwarded and forwarded.note)
+    if note is None:
         return EXIT_OK
     if not quiet and not as_json:
-        click.echo(printable(f"gpuops: {report.note}"), err=True)
+        click.echo(printable(f"gpuops: {note}"), err=True)
     return EXIT_TRY_LATER
+
+
+def _forward_options(settings: Settings) -> ForwardOptions:
+    return ForwardOptions(
+        users_dir=settings.spool_users_dir,
+        spool_dir=settings.spool_dir,
+        store_url=settings.store_url,
+        cluster=settings.cluster,
+        node=node_name(environ()),
+        root=settings.root,
+    )
+
+
+def _forward_text(report: ForwardReport) -> str:
+    held_back = f", {report.held_back} of them over their hourly bound" if report.held_back else ""
+    return (
+        f"spools of {report.users} users{held_back}: {report.sent} sent, "
+        f"{report.already_there} already there, {report.refused} refused, "
+        f"{report.corrupt} corrupt, {report.torn} torn"
+    )

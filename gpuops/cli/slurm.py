@@ -202,7 +202,9 @@ def _hook_context(
         job_uid=job.uid,
         plan=within_shipped_deadline(plan, hook),
         gate=_gate_settings(settings, node),
-        options=record_options(settings, config_file, settings.state_dir),
+        options=record_options(
+            settings, config_file, settings.state_dir, job.uid if hook == "prolog" else None
+        ),
         clock=SystemClock(),
         pause=time.sleep,
     )

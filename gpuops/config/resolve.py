@@ -91,6 +91,7 @@ class Settings:
     store_is_default: bool
     spool_dir: Path
     spool_bytes_max: int
+    spool_users_dir: Path
     state_dir: Path
     run_dir: Path
     cluster: str
@@ -150,6 +151,13 @@ SETTINGS = (
         to_size,
         lambda _env, _root: 256 * 2**20,
         "oldest events go first above this size",
+    ),
+    Setting(
+        "spool.users_dir",
+        "GPUOPS_SPOOL_USERS",
+        to_path,
+        lambda _env, _root: Path("/var/spool/gpuops-users"),
+        "the spools of users, which root forwards to its store, if this directory exists",
     ),
     Setting("state.dir", "GPUOPS_STATE", to_path, _state_dir, "gpuops' own files on this node"),
     Setting(
@@ -287,6 +295,7 @@ def resolve(
         store_is_default=resolved["store.url"].origin == "default",
         spool_dir=value["spool.dir"],
         spool_bytes_max=value["spool.bytes_max"],
+        spool_users_dir=value["spool.users_dir"],
         state_dir=value["state.dir"],
         run_dir=value["run.dir"],
         cluster=value["cluster.name"],

@@ -49,7 +49,8 @@ class RecordOptions:
     """Where records go. ``config_file``: the one named on the command line, for the flusher.
 
     ``state_dir``: the folder of the node's open incidents, ``uid`` the trusted owner of that file.
-    None: this is a user's own check, which opens no incidents of the node.
+    None: this is a user's own check, which opens no incidents of the node. ``job_uid``: the user of
+    the job to start, who gets a spool in ``users_dir``.
     """
 
     spool_dir: Path
@@ -59,9 +60,13 @@ class RecordOptions:
     environ: dict[str, str]
     state_dir: Path | None = None
     uid: int = 0
+    users_dir: Path | None = None
+    job_uid: int | None = None
 
 
-def record_options(settings: Settings, config_file: str | None, state_dir: Path) -> RecordOptions:
+def record_options(
+    settings: Settings, config_file: str | None, state_dir: Path, job_uid: int | None = None
+) -> RecordOptions:
     """Return where a command with *settings* records; *config_file*: of its command line."""
     return RecordOptions(
         spool_dir=settings.spool_dir,
@@ -70,6 +75,8 @@ def record_options(settings: Settings, config_file: str | None, state_dir: Path)
         config_file=Path(config_file).absolute() if config_file else None,
         environ=environ(),
         state_dir=state_dir if current_uid() == 0 else None,
+        users_dir=settings.spool_users_dir if current_uid() == 0 else None,
+        job_uid=job_uid,
     )
 
 
@@ -241,6 +248,7 @@ def _late_text(spool_dir: Path, pid: int, waited_s: float) -> str:
 
 def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Clock) -> str | None:
     from gpuops.store.spool.record import spool_recorder
+    from gpuops.store.spool.users import make_user_spool
 
     if not events:
         return None
@@ -257,11 +265,14 @@ def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Cloc
         # The next run is recorded in full: this one will never reach the store.
         with contextlib.suppress(StateError):
             change_state(options.state_dir, options.uid, lambda state: replace(state, recorded={}))
+    problem = None
+    if options.users_dir is not None and options.job_uid is not None:
+        problem = make_user_spool(options.users_dir, options.job_uid, node=node)
     try:
         start_detached_gpuops(options, "db", "flush", "--quiet")
     except OSError as exc:
         return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
-    return None
+    return None if problem is None else f"gpuops: recorded, but {problem}"
 
 
 def start_detached_gpuops(options: RecordOptions, *words: str) -> None:

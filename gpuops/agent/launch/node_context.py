@@ -64,6 +64,7 @@ def node_context_of(
                 bytes_max=settings.spool_bytes_max,
                 clock=clock,
                 journal=journal,
+                users_dir=settings.spool_users_dir,
             )
         except GpuopsError as exc:
             log.warning("this run is not recorded: %s", exc)

@@ -7,9 +7,10 @@ A quarantined line is one JSON object: its position, the reason, its first bytes
 bounded; lines above the bound are only counted, a byte for each in the file `DROPPED_FILE`.
 """
 
+import contextlib
+import io
 import json
 import os
-import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpuops.model import Event, Severity
+from gpuops.store.spool.folders import ensure_folder, open_file, open_folder, open_to_append
 from gpuops.store.spool.format import LINE_BYTES_MAX, SpoolLine, SpoolLineError, decode_line
 from gpuops.store.spool.segments import REJECTED_DIR, SpoolSegment, modified_us
 
@@ -43,7 +45,12 @@ class SpoolEntry:
 
 
 def read_lines(
-    fd: int, *, origin: str, offset: int = 0, is_closed: bool = True
+    fd: int,
+    *,
+    origin: str,
+    offset: int = 0,
+    is_closed: bool = True,
+    bytes_max: int | None = None,
 ) -> Iterator[SpoolEntry]:
     """Yield the lines of an open segment from *offset* on.
 
@@ -53,9 +60,10 @@ def read_lines(
         offset: The start of a line.
         is_closed: It has no writer any more, so that a last line without a newline is torn; else
             that line is incomplete and left for the next call.
+        bytes_max: The file counts as ended after so many bytes from *offset* on: a hostile writer
+            may extend it without end.
     """
-    with os.fdopen(os.dup(fd), "rb") as file:
-        file.seek(offset)
+    with _open_at(fd, offset, bytes_max) as file:
         position = offset
         while raw := file.readline(LINE_BYTES_MAX + 1):
             position += len(raw)
@@ -71,6 +79,14 @@ def read_lines(
                 return
             else:
                 yield _decode_entry(raw, position, origin, has_newline=has_newline)
+
+
+def _open_at(fd: int, offset: int, bytes_max: int | None) -> BinaryIO:
+    if bytes_max is not None:
+        return io.BytesIO(os.pread(fd, bytes_max, offset))
+    file = os.fdopen(os.dup(fd), "rb")
+    file.seek(offset)
+    return file
 
 
 def _skip_line(file: BinaryIO) -> tuple[int, bool]:
@@ -110,65 +126,73 @@ class RejectedLine:
     bad_line: BadLine
 
 
-def quarantine(spool: Path, rejected: Iterable[RejectedLine]) -> None:
-    """Append *rejected* to files named after their segments.
+def quarantine(
+    records: Path, rejected: Iterable[RejectedLine], *, bytes_max: int = REJECTED_BYTES_MAX
+) -> None:
+    """Append *rejected* to files named after their segments, in a directory of *records*, ours.
 
     Raises:
         OSError: They cannot be written; then the segment must stay.
     """
-    directory = spool / REJECTED_DIR
-    directory.mkdir(mode=0o700, exist_ok=True)
-    bytes_left = REJECTED_BYTES_MAX - _size_bytes(directory)
-    for item in rejected:
-        entry = {
-            "origin": item.segment.origin,
-            "segment": item.segment.number,
-            "end": item.end,
-            "reason": item.bad_line.reason,
-            "raw": item.bad_line.raw.decode("utf-8", "backslashreplace"),
-        }
-        data = json.dumps(entry).encode("ascii") + b"\n"
-        if len(data) > bytes_left:
-            _append(directory / DROPPED_FILE, b".")
-            continue
-        bytes_left -= len(data)
-        _append(directory / f"{item.segment.origin}-{item.segment.number:08d}.jsonl", data)
+    uid = os.geteuid()
+    with open_folder(records, uid=uid) as top:
+        ensure_folder(top, REJECTED_DIR)
+    with open_folder(records, REJECTED_DIR, uid=uid) as folder:
+        bytes_left = bytes_max - sum(_size_bytes(folder, name) for name in _files(folder))
+        for item in rejected:
+            entry = {
+                "origin": item.segment.origin,
+                "segment": item.segment.number,
+                "end": item.end,
+                "reason": item.bad_line.reason,
+                "raw": item.bad_line.raw.decode("utf-8", "backslashreplace"),
+            }
+            data = json.dumps(entry).encode("ascii") + b"\n"
+            if len(data) > bytes_left:
+                _append(folder, DROPPED_FILE, b".")
+                continue
+            bytes_left -= len(data)
+            _append(folder, f"{item.segment.origin}-{item.segment.number:08d}.jsonl", data)
 
 
-def _append(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o600)
+def _append(folder: int, name: str, data: bytes) -> None:
+    fd = open_to_append(folder, name)
     try:
         os.write(fd, data)
     finally:
         os.close(fd)
 
 
-def count_rejected(spool: Path) -> int:
-    """Return how many lines are quarantined below *spool*."""
-    count = 0
-    for path in _files(spool / REJECTED_DIR):
-        with path.open("rb") as file:
-            count += sum(1 for _ in file)
+def count_rejected(records: Path) -> int:
+    """Return how many lines are quarantined below *records*."""
+    count, uid = 0, os.geteuid()
+    with contextlib.suppress(OSError), open_folder(records, REJECTED_DIR, uid=uid) as folder:
+        for name in _files(folder):
+            with os.fdopen(open_file(folder, name, uid=uid), "rb") as file:
+                count += sum(1 for _ in file)
     return count
 
 
-def count_dropped(spool: Path) -> int:
-    """Return how many refused lines exceeded the bound below *spool* and were dropped."""
+def count_dropped(records: Path) -> int:
+    """Return how many refused lines exceeded the bound below *records* and were dropped."""
     try:
-        return (spool / REJECTED_DIR / DROPPED_FILE).lstat().st_size
+        with open_folder(records, REJECTED_DIR, uid=os.geteuid()) as folder:
+            return _size_bytes(folder, DROPPED_FILE)
     except OSError:
         return 0
 
 
-def _size_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in _files(directory))
+def _size_bytes(folder: int, name: str) -> int:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
 
 
-def _files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return [p for p in sorted(directory.glob("*.jsonl")) if stat.S_ISREG(p.lstat().st_mode)]
+def _files(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.name.endswith(".jsonl") and entry.is_file(follow_symlinks=False)
+        )
 
 
 def rejection_event_line(rejected: RejectedLine, *, node: str) -> SpoolLine:

@@ -20,6 +20,7 @@ from gpuops.host.clock import Clock
 from gpuops.model import Event, Severity
 from gpuops.store.events import lost_events_event
 from gpuops.store.spool.format import LineEncoder
+from gpuops.store.spool.users import USER_BYTES_MAX, own_user_spool
 from gpuops.store.spool.write import SpoolWriter
 
 JOURNAL_SUFFIX = ".jsonl"
@@ -86,10 +87,11 @@ class SpoolRecorder:
 
     *open_spool* makes the writer for a line encoder; while it fails it is called again for each
     batch, so that a spool that becomes writable is used. ``lost`` counts events that were not
-    written to a spool.
+    written to a spool. *open_copy* makes the writer of a second copy, which root forwards, or None
+    while there is nowhere to write one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 all but one are keywords
         self,
         open_spool: Callable[[LineEncoder], SpoolWriter],
         *,
@@ -98,8 +100,11 @@ class SpoolRecorder:
         clock: Clock,
         randomness: Callable[[int], bytes] = os.urandom,
         journal: Path | None = None,
+        open_copy: Callable[[LineEncoder], SpoolWriter | None] = lambda _source: None,
     ) -> None:
         self._open_spool = open_spool
+        self._open_copy = open_copy
+        self._copy: _LineSink | None = None
         self._source = LineEncoder(node=node, boot_id=boot_id, randomness=randomness)
         self._node = node
         self._clock = clock
@@ -129,6 +134,7 @@ class SpoolRecorder:
         lines = [self._source.encode(event) for event in events]
         # The spool first: it is local, while a journal's file system may block.
         self._to_spool(lines, sync=sync)
+        self._to_copy(lines, sync=sync)
         if self._journal_dir is not None:
             self._to_journal(lines, sync=sync)
 
@@ -144,6 +150,15 @@ class SpoolRecorder:
             self._unreported += len(lines)
             self._warn("spool", str(exc))
 
+    def _to_copy(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        try:
+            if self._copy is None:
+                self._copy = self._open_copy(self._source)
+            if self._copy is not None:
+                self._copy.append_lines(lines, sync=sync)
+        except SpoolError as exc:
+            self._warn("copy", f"these events do not reach the fleet's store: {exc}")
+
     def _to_journal(self, lines: Sequence[bytes], *, sync: bool) -> None:
         assert self._journal_dir is not None
         try:
@@ -155,7 +170,7 @@ class SpoolRecorder:
 
     def close(self) -> None:
         with self._lock:
-            for sink in (self._spool, self._journal):
+            for sink in (self._spool, self._copy, self._journal):
                 try:
                     if sink is not None:
                         sink.close()
@@ -187,22 +202,39 @@ def spool_recorder(  # noqa: PLR0913 all but one are keywords
     clock: Clock,
     randomness: Callable[[int], bytes] = os.urandom,
     journal: Path | None = None,
+    users_dir: Path | None = None,
 ) -> SpoolRecorder:
-    """Return a recorder into the spool *directory* and, if given, the *journal* directory."""
+    """Return a recorder into the spool *directory* and, if given, the *journal* directory.
 
-    def open_spool(source: LineEncoder) -> SpoolWriter:
+    *users_dir*: where this user may have a spool that root forwards (`gpuops.store.spool.users`).
+    """
+
+    def open_writer(source: LineEncoder, path: Path, size_max: int) -> SpoolWriter:
         return SpoolWriter(
-            directory,
+            path,
             node=node,
             boot_id=boot_id,
-            bytes_max=bytes_max,
+            bytes_max=size_max,
             clock=clock,
             randomness=randomness,
             source=source,
         )
 
+    def open_spool(source: LineEncoder) -> SpoolWriter:
+        return open_writer(source, directory, bytes_max)
+
+    def open_copy(source: LineEncoder) -> SpoolWriter | None:
+        path = None if users_dir is None else own_user_spool(users_dir)
+        return None if path is None else open_writer(source, path, min(bytes_max, USER_BYTES_MAX))
+
     return SpoolRecorder(
-        open_spool, node=node, boot_id=boot_id, clock=clock, randomness=randomness, journal=journal
+        open_spool,
+        node=node,
+        boot_id=boot_id,
+        clock=clock,
+        randomness=randomness,
+        journal=journal,
+        open_copy=open_copy,
     )
 
 

@@ -2,45 +2,64 @@
 
 Layout: ``<spool>/<origin>/<number>.open`` while its writer appends (it holds a flock on it),
 ``.ready`` once complete, ``<number>.sent`` next to it with the offset that a store already has;
-``<spool>/rejected/`` for lines that no store accepts.
+``<spool>/rejected/`` for lines that no store accepts. Offsets and refused lines of another user's
+spool are in a directory of ours, called records here (`gpuops.store.spool.users`).
 """
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import re
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from gpuops.errors import SpoolError
 from gpuops.host.trust import why_not_ours
+from gpuops.store.spool.folders import ensure_folder, open_file, open_folder, replace_file
 from gpuops.store.spool.format import ORIGIN_PATTERN
 
 # The least size of a file on disk, so that many tiny segments count too.
 BLOCK_BYTES = 4096
+_OFFSET_BYTES_MAX = 256
 REJECTED_DIR = "rejected"
 _SEGMENT = re.compile(r"(\d{8})\.(open|ready)")
 
 
 @dataclass(frozen=True, slots=True)
 class SpoolSegment:
-    """One file of one origin."""
+    """One file of one origin in the spool of *uid*; *records*: where its offset is written."""
 
-    directory: Path
+    spool: Path
     origin: str
     number: int
     is_ready: bool
+    uid: int
+    records: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:08d}.{'ready' if self.is_ready else 'open'}"
+
+    @property
+    def offset_name(self) -> str:
+        """Return the name of the file with the offset up to which it was sent."""
+        return f"{self.number:08d}.sent"
+
+    @property
+    def directory(self) -> Path:
+        return self.spool / self.origin
 
     @property
     def path(self) -> Path:
-        return self.directory / f"{self.number:08d}.{'ready' if self.is_ready else 'open'}"
+        return self.directory / self.name
 
     @property
     def offset_path(self) -> Path:
-        """Return the file with the offset up to which it was sent."""
-        return self.directory / f"{self.number:08d}.sent"
+        return self.records / self.origin / self.offset_name
 
 
 def ensure_own_directory(path: Path, *, private: bool) -> None:
@@ -68,50 +87,63 @@ def find_segments(spool: Path) -> list[SpoolSegment]:
     Files with other names are ignored.
 
     Raises:
-        SpoolError: The directory cannot be read.
+        SpoolError: The directory cannot be read, or is another user's.
     """
-    found: list[tuple[int, str, int, SpoolSegment]] = []
-    for origin in _entries(spool):
-        if not ORIGIN_PATTERN.fullmatch(origin.name) or not origin.is_dir(follow_symlinks=False):
-            continue
-        for entry in _entries(Path(origin.path)):
-            match = _SEGMENT.fullmatch(entry.name)
-            changed_ns = _modified_ns(entry) if match else None
-            if match is None or changed_ns is None:
-                continue
-            number = int(match[1])
-            segment = SpoolSegment(Path(origin.path), origin.name, number, match[2] == "ready")
-            found.append((changed_ns, origin.name, number, segment))
-    return [segment for *_, segment in sorted(found, key=lambda item: item[:3])]
-
-
-def _entries(path: Path) -> "list[os.DirEntry[str]]":
+    uid = os.geteuid()
+    found: list[tuple[int, SpoolSegment]] = []
     try:
-        with os.scandir(path) as entries:
-            return list(entries)
+        with open_folder(spool, uid=uid) as top:
+            for segment in list_segments(top, spool, uid=uid, records=spool):
+                # A segment that a flusher removes in between has no time, and is left out.
+                with contextlib.suppress(OSError):
+                    found.append((segment.path.lstat().st_mtime_ns, segment))
     except FileNotFoundError:
-        return []  # never made, or emptied by a flusher in between
+        return []
     except OSError as exc:
-        raise SpoolError(f"cannot read the spool {path}: {exc.strerror}") from exc
+        raise _unreadable(spool, exc) from exc
+    found.sort(key=lambda item: (item[0], item[1].origin, item[1].number))
+    return [segment for _, segment in found]
 
 
-def _modified_ns(entry: "os.DirEntry[str]") -> int | None:
-    try:
-        return entry.stat(follow_symlinks=False).st_mtime_ns
-    except OSError:
-        return None
+def _unreadable(spool: Path, error: OSError) -> SpoolError:
+    advice = "; root forwards the spools in spool.users_dir" if error.errno == errno.EPERM else ""
+    return SpoolError(f"cannot read the spool {spool}: {error.strerror}{advice}")
+
+
+def list_segments(
+    top: int, spool: Path, *, uid: int, records: Path, entries_max: int | None = None
+) -> Iterator[SpoolSegment]:
+    """Yield the segments below the open spool *top*, unordered; at most *entries_max* a directory.
+
+    No entry is opened or asked for its status but directories of origins, which must be *uid*'s.
+
+    Raises:
+        OSError: *top* cannot be read.
+    """
+    for origin in _names(top, entries_max):
+        if not ORIGIN_PATTERN.fullmatch(origin):
+            continue
+        try:
+            with open_folder(spool, origin, uid=uid) as folder:
+                names = _names(folder, entries_max)
+        except OSError:
+            continue  # emptied by a flusher in between, or not to be trusted
+        for match in filter(None, map(_SEGMENT.fullmatch, names)):
+            yield SpoolSegment(spool, origin, int(match[1]), match[2] == "ready", uid, records)
+
+
+def _names(folder: int, entries_max: int | None) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in islice(entries, entries_max)]
 
 
 def open_segment(segment: SpoolSegment) -> int | None:
-    """Return a descriptor to read *segment*, or None if it is gone or no regular file."""
+    """Return a descriptor to read *segment*, or None if it is gone, no file, or another user's."""
     try:
-        fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open_folder(segment.spool, segment.origin, uid=segment.uid) as folder:
+            return open_file(folder, segment.name, uid=segment.uid)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return None
-    return fd
 
 
 def has_live_writer(segment: SpoolSegment, fd: int) -> bool:
@@ -131,12 +163,37 @@ def has_live_writer(segment: SpoolSegment, fd: int) -> bool:
 
 def remove_segment(segment: SpoolSegment) -> None:
     """Delete *segment* and, when it was the last of its origin, the origin's directory."""
-    for path in (segment.path, segment.offset_path):
-        path.unlink(missing_ok=True)
-    try:
-        segment.directory.rmdir()
-    except OSError:
-        return  # other segments are in it
+    _remove_files(segment.spool, segment, segment.uid, (segment.name, segment.offset_name))
+    if segment.records != segment.spool:
+        _remove_files(segment.records, segment, os.geteuid(), (segment.offset_name,))
+
+
+def _remove_files(top: Path, segment: SpoolSegment, uid: int, names: Sequence[str]) -> None:
+    # Gone, or not to be trusted; a directory stays if other segments are in it.
+    with contextlib.suppress(OSError), open_folder(top, uid=uid) as spool:
+        with open_folder(top, segment.origin, uid=uid) as folder:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+        os.rmdir(segment.origin, dir_fd=spool)
+
+
+def remove_marks(records: Path, segments: Sequence[SpoolSegment]) -> None:
+    """Delete the offsets in *records* of other segments than these.
+
+    Raises:
+        OSError: They cannot be deleted.
+    """
+    uid, known = os.geteuid(), {(item.origin, item.offset_name) for item in segments}
+    with open_folder(records, uid=uid) as top:
+        for origin in filter(ORIGIN_PATTERN.fullmatch, _names(top, None)):
+            with open_folder(records, origin, uid=uid) as folder:
+                names = _names(folder, None)
+                gone = [name for name in names if (origin, name) not in known]
+                for name in gone:
+                    os.unlink(name, dir_fd=folder)
+            if len(gone) == len(names):
+                os.rmdir(origin, dir_fd=top)
 
 
 def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int, int]:
@@ -238,8 +295,12 @@ def store_tag(url: str) -> str:
 
 def read_offset(segment: SpoolSegment, tag: str | None = None) -> int:
     """Return the offset up to which the store called *tag* (None: any) has *segment*."""
+    uid = os.geteuid()
     try:
-        offset, found_tag = segment.offset_path.read_text(encoding="ascii").split()
+        with open_folder(segment.records, segment.origin, uid=uid) as folder:
+            fd = open_file(folder, segment.offset_name, uid=uid)
+        with os.fdopen(fd, "rb") as file:
+            offset, found_tag = file.read(_OFFSET_BYTES_MAX).decode("ascii").split()
         return int(offset) if tag in (None, found_tag) and int(offset) > 0 else 0
     except (OSError, ValueError):
         return 0  # nothing was sent, or it is unknown: sending again is harmless
@@ -251,6 +312,9 @@ def write_offset(segment: SpoolSegment, offset: int, tag: str) -> None:
     Raises:
         OSError: It cannot be written; then it will be sent again.
     """
-    partial = segment.offset_path.with_suffix(".sent.new")
-    partial.write_text(f"{offset} {tag}\n", encoding="ascii")
-    partial.rename(segment.offset_path)
+    uid = os.geteuid()
+    with open_folder(segment.records, uid=uid) as records:
+        if segment.records != segment.spool:
+            ensure_folder(records, segment.origin)
+        with open_folder(segment.records, segment.origin, uid=uid) as folder:
+            replace_file(folder, segment.offset_name, f"{offset} {tag}\n".encode("ascii"))

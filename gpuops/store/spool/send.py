@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from gpuops.errors import SpoolError, StoreError
@@ -23,9 +24,11 @@ from gpuops.store.engine import IncidentStore, open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
 from gpuops.store.ingest.projections.registry import project_event
+from gpuops.store.spool.folders import open_folder, open_to_append
 from gpuops.store.spool.format import SpoolLine, SpoolLineError, encode_line
 from gpuops.store.spool.read import (
     BAD_LINE_BYTES_MAX,
+    REJECTED_BYTES_MAX,
     BadLine,
     RejectedLine,
     SpoolEntry,
@@ -49,6 +52,7 @@ from gpuops.store.spool.segments import (
 BATCH_LINES = 500
 BATCH_BYTES = 4 * 2**20
 BATCH_SEGMENTS = 200
+_CONFLICT = "its number or its id is that of another event"
 
 
 @dataclass(slots=True)
@@ -74,14 +78,14 @@ class FlushReport:
     torn: int = 0
 
 
-_PendingLine = tuple[SpoolSegment, int, EventEnvelope]
+PendingLine = tuple[SpoolSegment, int, EventEnvelope]
 
 
 @dataclass(slots=True)
 class _Batch:
     """Lines read but not yet sent; the descriptors hold the locks of dead writers' segments."""
 
-    pending: list[_PendingLine] = field(default_factory=list)
+    pending: list[PendingLine] = field(default_factory=list)
     rejected: list[RejectedLine] = field(default_factory=list)
     marks: dict[SpoolSegment, int] = field(default_factory=dict)
     done: list[SpoolSegment] = field(default_factory=list)
@@ -93,18 +97,23 @@ class _Batch:
         return (
             len(self.pending) >= BATCH_LINES
             or self.size >= BATCH_BYTES
-            or len(self.done) >= BATCH_SEGMENTS
+            or len(self.descriptors) >= BATCH_SEGMENTS
         )
 
 
 class SpoolSender:
-    """Sends segments to one open store until all are sent or the deadline passes."""
+    """Sends segments to one open store until all are sent or the deadline passes.
+
+    Refused lines are kept in the directory *records*.
+    """
+
+    _rejected_bytes_max = REJECTED_BYTES_MAX
 
     def __init__(
-        self, spool: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
+        self, records: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
     ) -> None:
         self.counts = FlushReport()
-        self._spool = spool
+        self._records = records
         self._store = store
         self._tag = store_tag(redacted(store.url))
         self._cluster = cluster
@@ -143,7 +152,7 @@ class SpoolSender:
         has_writer = has_live_writer(segment, fd)
         uid = os.fstat(fd).st_uid
         offset = read_offset(segment, self._tag)
-        for entry in read_lines(fd, origin=segment.origin, offset=offset, is_closed=not has_writer):
+        for entry in self._entries(segment, fd, offset, is_closed=not has_writer):
             self._batch.size += entry.end - offset
             offset = entry.end
             self._add_entry(segment, entry, uid)
@@ -151,7 +160,12 @@ class SpoolSender:
                 return False
         if not has_writer:
             self._batch.done.append(segment)
-        return True
+        return not self._batch.is_full or self._commit_batch()
+
+    def _entries(
+        self, segment: SpoolSegment, fd: int, offset: int, *, is_closed: bool
+    ) -> Iterator[SpoolEntry]:
+        return read_lines(fd, origin=segment.origin, offset=offset, is_closed=is_closed)
 
     def _add_entry(self, segment: SpoolSegment, entry: SpoolEntry, uid: int) -> None:
         batch = self._batch
@@ -178,7 +192,7 @@ class SpoolSender:
         self._batch = _Batch(descriptors=batch.descriptors)
         return True
 
-    def _deliver(self, pending: Sequence[_PendingLine], *, retry: bool = True) -> None:
+    def _deliver(self, pending: Sequence[PendingLine], *, retry: bool = True) -> None:
         """Ingest *pending*; refuse lines that cannot be ingested, however few among many.
 
         With *retry* a failed batch is tried once more first: two writers that report the same new
@@ -201,18 +215,28 @@ class SpoolSender:
             self._deliver(pending[:middle])
             self._deliver(pending[middle:])
 
-    def _ingest(self, pending: Sequence[_PendingLine]) -> None:
+    def _ingest(self, pending: Sequence[PendingLine]) -> None:
         with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
-            envelopes = [envelope for _, _, envelope in pending]
+            refused = self._refused(connection, [envelope for *_, envelope in pending])
+            allowed = [item for item in pending if id(item[2]) not in refused]
+            envelopes = [envelope for *_, envelope in allowed]
             counts = ingest(connection, envelopes, self._clock.now_us())
         self.counts.sent += counts.new
         self.counts.already_there += counts.already_there
-        clashing = set(map(id, counts.conflicting))
+        refused |= dict.fromkeys(map(id, counts.conflicting), _CONFLICT)
         for item in pending:
-            if id(item[2]) in clashing:
-                self._reject(item, "its number or its id is that of another event")
+            if id(item[2]) in refused:
+                self._reject(item, refused[id(item[2])])
 
-    def _is_valid(self, pending_line: _PendingLine) -> bool:
+    def _refused(
+        self,
+        connection: Connection,  # noqa: ARG002 for the spools of users
+        envelopes: Sequence[EventEnvelope],  # noqa: ARG002
+    ) -> dict[int, str]:
+        """Return why the store must not take some of *envelopes*, by their `id`."""
+        return {}
+
+    def _is_valid(self, pending_line: PendingLine) -> bool:
         try:
             project_event(pending_line[2])
         except SpoolLineError as exc:
@@ -220,7 +244,7 @@ class SpoolSender:
             return False
         return True
 
-    def _reject(self, pending_line: _PendingLine, reason: str) -> None:
+    def _reject(self, pending_line: PendingLine, reason: str) -> None:
         segment, end, envelope = pending_line
         self.counts.refused += 1
         raw = encode_line(envelope.line)[:BAD_LINE_BYTES_MAX]
@@ -230,16 +254,20 @@ class SpoolSender:
         if not batch.rejected:
             return
         try:
-            quarantine(self._spool, batch.rejected)
+            quarantine(self._records, batch.rejected, bytes_max=self._rejected_bytes_max)
         except OSError as exc:
-            raise spool_error(self._spool, exc.strerror or str(exc)) from exc
-        first = {item.segment: item for item in reversed(batch.rejected)}
+            raise spool_error(self._records, exc.strerror or str(exc)) from exc
         with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
             reports = [
-                EventEnvelope(self._report(item), self._cluster, os.geteuid())
-                for item in first.values()
+                EventEnvelope(line, self._cluster, os.geteuid())
+                for line in self._reports(batch.rejected)
             ]
             ingest(connection, reports, self._clock.now_us())
+
+    def _reports(self, rejected: Sequence[RejectedLine]) -> list[SpoolLine]:
+        """Return the events that report *rejected*."""
+        first = {item.segment: item for item in reversed(rejected)}
+        return [self._report(item) for item in first.values()]
 
     def _report(self, item: RejectedLine) -> SpoolLine:
         origin = item.segment.origin
@@ -281,7 +309,7 @@ def flush(
     if not segments:
         return FlushReport()
     end_ns = clock.mono_ns() + round(deadline_s * 1e9)
-    with _flush_lock(spool_dir, deadline_s) as has_lock:
+    with flush_lock(spool_dir, deadline_s) as has_lock:
         segments = _with_backlog(find_segments(spool_dir))
         report = FlushReport()
         if segments and not has_lock:
@@ -319,13 +347,13 @@ def _with_backlog(segments: Sequence[SpoolSegment]) -> list[SpoolSegment]:
 
 
 @contextlib.contextmanager
-def _flush_lock(spool_dir: Path, wait_s: float) -> Iterator[bool]:
-    """Acquire the spool's lock within *wait_s*; yields whether it is held."""
+def flush_lock(directory: Path, wait_s: float) -> Iterator[bool]:
+    """Acquire the lock of *directory*, ours, within *wait_s*; yields whether it is held."""
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(spool_dir / _LOCK, flags, 0o600)
+        with open_folder(directory, uid=os.geteuid()) as folder:
+            fd = open_to_append(folder, _LOCK)
     except OSError as exc:
-        raise spool_error(spool_dir, exc.strerror or str(exc)) from exc
+        raise spool_error(directory, exc.strerror or str(exc)) from exc
     try:
         waiter = threading.Event()
         for _ in range(max(int(wait_s / _LOCK_POLL_S), 1)):

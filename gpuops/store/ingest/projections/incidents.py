@@ -4,8 +4,8 @@ Snapshots are ordered by authority, then revision, then event id (`gpuops.model.
 root are above those of users. An incident of a node that root reports is a strike against its
 culprit.
 
-gpuops' own failures are incidents as well: one for each node, failed part and day (UTC), closed
-when they are reported, because gpuops continues without that part.
+gpuops' own failures are incidents as well: one for each node, failed part and day (UTC), of a user
+also for each run, closed when they are reported, because gpuops continues without that part.
 """
 
 import hashlib
@@ -284,9 +284,11 @@ def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
     what = str(payload.get("what") or "gpuops")[:SHORT_TEXT_MAX]
     error = str(payload.get("error") or "no error was reported")[:_LINE_CHARS_MAX]
     trace = str(payload.get("traceback") or "").splitlines()[-_LINES_MAX:]
+    # A user's report must not replace that of another user.
+    key = () if envelope.is_from_root or event.run_id is None else (event.run_id,)
     where = f"on {event.node}" + (f" in run {event.run_id}" if event.run_id else "")
     incident = Incident(
-        id=derived_id("tool", envelope.cluster, event.node, what, event.t_us // DAY_US),
+        id=derived_id("tool", envelope.cluster, event.node, what, event.t_us // DAY_US, *key),
         failure_class=FailureClass.TOOL,
         side=Side.TOOL,
         confidence=Confidence.CONFIRMED,
@@ -302,5 +304,5 @@ def tool_failed(envelope: EventEnvelope) -> list[ProjectedRow]:
         resolved_us=event.t_us,
         resolution="gpuops continued without it; no node and no job is blamed for it",
     )
-    key = account_key(envelope, envelope.earliest_key)
-    return [(INCIDENTS, incident_row(incident, incident.to_json(), envelope.cluster_id, key))]
+    rank = account_key(envelope, envelope.earliest_key)
+    return [(INCIDENTS, incident_row(incident, incident.to_json(), envelope.cluster_id, rank))]

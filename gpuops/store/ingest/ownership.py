@@ -1,0 +1,83 @@
+"""Whose runs the events of a user are about: those of a run belong to the user of its first one.
+
+A run's id is random, so that no other user can know it before its first event is stored. Asked in
+the transaction that ingests, under locks: two nodes may forward at once.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy import Connection, select, text
+
+from gpuops.store import schema
+from gpuops.store.ingest.envelope import EventEnvelope
+
+# One lock for each run would let one batch exhaust the lock table of Postgres.
+_LOCKS = 64
+_LOCK_CLASS = 0x67706F77  # an arbitrary constant that all versions of gpuops share
+
+
+def find_foreign(connection: Connection, envelopes: Sequence[EventEnvelope]) -> dict[int, str]:
+    """Return why some of *envelopes*, each about a run, are not their user's; by their `id`."""
+    runs = {envelope.event.run_id or "" for envelope in envelopes}
+    origins = {envelope.line.origin for envelope in envelopes}
+    _lock(connection, [*runs, *origins])
+    owners = {run_id: _owner_of_run(connection, run_id) for run_id in runs}
+    writers = _writers(connection, origins)
+    incidents = _runs_of_incidents(connection, envelopes)
+    foreign = {}
+    for envelope in envelopes:
+        run_id, uid = envelope.event.run_id or "", envelope.uid
+        owner = owners[run_id]
+        incident_id = _incident_id(envelope)
+        if owner is not None and owner != (envelope.cluster, uid):
+            foreign[id(envelope)] = f"its run is that of uid {owner[1]} of {owner[0]}, not {uid}"
+        elif writers.get(envelope.line.origin, {uid}) != {uid}:
+            foreign[id(envelope)] = f"its origin {envelope.line.origin} is another user's"
+        elif incident_id in incidents and incidents[incident_id] != run_id:
+            foreign[id(envelope)] = f"the incident {incident_id} is of another run"
+    return foreign
+
+
+def _lock(connection: Connection, names: Iterable[str]) -> None:
+    """Serialize the questions about *names*; SQLite's writers are serialized anyway."""
+    if connection.dialect.name != "postgresql":
+        return
+    # In one order for all writers, so that they cannot deadlock.
+    for number in sorted({zlib.crc32(name.encode()) % _LOCKS for name in names}):
+        connection.execute(
+            text("SELECT pg_advisory_xact_lock(:noun, :number)"),
+            {"noun": _LOCK_CLASS, "number": number},
+        )
+
+
+def _owner_of_run(connection: Connection, run_id: str) -> tuple[str, int] | None:
+    table = schema.events.c
+    query = select(table.cluster, table.origin_uid).where(table.run_id == run_id)
+    found = connection.execute(query.order_by(table.t_us).limit(1)).one_or_none()
+    return None if found is None else (found.cluster, found.origin_uid)
+
+
+def _writers(connection: Connection, origins: Iterable[str]) -> dict[str, set[int]]:
+    table = schema.ingest_log.c
+    query = select(table.origin, table.origin_uid).where(table.origin.in_(origins))
+    writers: dict[str, set[int]] = {}
+    for origin, uid in connection.execute(query):
+        writers.setdefault(origin, set()).add(uid)
+    return writers
+
+
+def _runs_of_incidents(
+    connection: Connection, envelopes: Iterable[EventEnvelope]
+) -> dict[str, str | None]:
+    ids = {found for envelope in envelopes if (found := _incident_id(envelope)) is not None}
+    table = schema.incidents.c
+    query = select(table.id, table.run_id).where(table.id.in_(ids))
+    return {row.id: row.run_id for row in connection.execute(query)} if ids else {}
+
+
+def _incident_id(envelope: EventEnvelope) -> str | None:
+    if envelope.event.kind != "incident.recorded":
+        return None
+    found = envelope.event.payload.get("id")
+    return found if isinstance(found, str) else None

@@ -670,6 +670,8 @@ GARBAGE = {
     "sram_threshold_exceeded": (7, "ecc.sram_threshold_exceeded"),
     "remapped_pending": (2, "remapped.pending"),
     "persistence": (5, "modes.persistence"),
+    "clock_reasons": (2**40, "clocks.reasons"),
+    "fabric_status": (70000, "fabric.status"),
     "used_bytes": (2**52, "memory"),
     "nvlink_count": (10**9, "nvlinks"),
 }

@@ -27,7 +27,7 @@ _SWITCHLESS_MAX = 4
 _STATES = {0: "not supported", 1: "not started", 2: "in progress"}
 _OUTSIDE = frozenset({1, 2})
 # nvml.h: NVML_GPU_FABRIC_HEALTH_MASK_*: two bits each, 1 is true; shift, text, status.
-_TRUE = 1
+_TRUE, _BOTH_BITS = 1, 3
 _CONDITIONS = (
     (0, "its bandwidth is degraded", Status.FAIL),
     (2, "its routes are being recovered", Status.WARN),
@@ -116,6 +116,8 @@ def _outside(
 
 def _health(fabric: Fabric) -> list[GpuVerdict]:
     mask = fabric.health_mask or 0
+    if any(mask >> shift & _BOTH_BITS == _BOTH_BITS for shift, _, _ in _CONDITIONS):
+        mask = 0  # Neither true nor false: garbage.
     verdicts = [
         _bad(text, f"{mask:#x}", status)
         for shift, text, status in _CONDITIONS

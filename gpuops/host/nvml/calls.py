@@ -115,11 +115,11 @@ def clocks(gpu: NvmlCaller) -> None:
 
 
 def _reasons(gpu: NvmlCaller) -> int | None:
-    reasons: int | None = gpu.query(
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        instead=lambda: gpu.query("nvmlDeviceGetCurrentClocksThrottleReasons"),
-    )
-    return reasons
+    call = "nvmlDeviceGetCurrentClocksEventReasons"
+    older = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    mask: int | None = gpu.query(call, instead=lambda: gpu.query(older))
+    known: int | None = gpu.known(call, mask, BOUNDS["clocks.reasons"])
+    return known
 
 
 def _sample_reasons(gpu: NvmlCaller, first: int) -> None:

@@ -73,13 +73,16 @@ BOUNDS: Mapping[str, Bounds] = MappingProxyType(
         "clocks.memory_max_mhz": _LIMIT_MHZ,
         "clocks.sm_application_mhz": _LIMIT_MHZ,
         "clocks.memory_application_mhz": _LIMIT_MHZ,
+        # nvml.h defines nine bits.
+        "clocks.reasons": Bounds(0, 2**15 - 1),
         "pcie.generation": _GENERATION,
         "pcie.generation_max": _GENERATION,
         "pcie.width": _LANES,
         "pcie.width_max": _LANES,
         "pcie.replays": COUNT,
         "fabric.state": Bounds(0, 254),
-        "fabric.status": Bounds(0, 99_999),
+        # The last code of nvmlReturn_t is 999.
+        "fabric.status": Bounds(0, 999),
         "fabric.health_summary": Bounds(0, 254),
         "modes.ecc": FLAG,
         "modes.ecc_pending": FLAG,

@@ -95,6 +95,8 @@ def test_a_failed_registration_fails():
         (2 << 8, "fail"),
         (5 << 8, "fail"),
         (15 << 8, "fail"),
+        (0xFFFF, "pass"),
+        (2**32 - 2, "pass"),
     ],
 )
 def test_the_health_mask_is_read_bit_by_bit(mask, status):

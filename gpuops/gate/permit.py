@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpuops.config.resolve import GateMode
 from gpuops.errors import GpuopsError, ProbeError
-from gpuops.gate.drain import read_drain
+from gpuops.gate.drain import DrainStage, read_drain
 from gpuops.gate.node_state import StateError, change_state
 from gpuops.gate.policy import DrainCause, PermitReply
 from gpuops.gate.record import with_repair
@@ -19,6 +19,7 @@ from gpuops.host.clock import Clock
 from gpuops.host.node_state import FleetCount, NodeState, Repair, Strikes
 from gpuops.host.process import probe
 from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.model import FailureClass
 from gpuops.store.fuse import FuseSettings
 from gpuops.units import US_PER_S
 
@@ -105,13 +106,14 @@ def sync_from_store(
 ) -> str | None:
     """Fetch repairs, strikes and the size of the fleet into the node's file.
 
-    If the node has a permit and no drain, the permit is given back: the fuse counts the nodes that
-    are drained. Returns what went wrong, or None. The caller must have a single thread.
+    The fuse counts the nodes that are drained: a permit of a node without a drain is given back,
+    and a drain that was set while the store was silent has a permit from then on. Returns what went
+    wrong, or None. The caller must have a single thread.
     """
     now_us = clock.now_us()
 
     def ask() -> str | None:
-        from gpuops.store.permits import release_permits
+        from gpuops.store.permits import DrainRequest, hold_permit, release_permits
         from gpuops.store.queries.node_queries import fetch_node_records
 
         try:
@@ -123,7 +125,13 @@ def sync_from_store(
                 uid,
                 lambda state: with_store_records(state, found.repairs, found.strikes, found.fleet),
             )
-            if found.holds_permit and read_drain(state_dir, uid=uid) is None:
+            drain = read_drain(state_dir, uid=uid)
+            if drain is not None and drain.stage == DrainStage.SET and not found.holds_permit:
+                held = DrainRequest(
+                    check=drain.check, failure_class=FailureClass(drain.failure_class)
+                )
+                hold_permit(store_url, held, cluster=cluster, node=node, now_us=now_us)
+            if drain is None and found.holds_permit:
                 before_us = now_us - round(RELEASE_AFTER_S * US_PER_S)
                 release_permits(store_url, cluster=cluster, node=node, before_us=before_us)
         except (GpuopsError, StateError) as exc:

@@ -44,7 +44,7 @@ class DrainRequest:
 
     check: str
     failure_class: FailureClass
-    kind: CauseKind
+    kind: CauseKind = CauseKind.LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,10 @@ def request_permits(  # noqa: PLR0913 all but two are keywords
         open_store(url, mode="write", deadline_s=deadline_s) as store,
         store.begin() as connection,
     ):
+        # Before the lock: in a storm the requests of all nodes wait for each other there.
+        seen = nodes_seen(connection, cluster, now_us)
         _lock(connection, cluster)
-        asker = _Asker(
-            cluster=cluster,
-            node=node,
-            now_us=now_us,
-            settings=settings,
-            seen=nodes_seen(connection, cluster, now_us),
-        )
+        asker = _Asker(cluster=cluster, node=node, now_us=now_us, settings=settings, seen=seen)
         for n, request in enumerate(requests):
             asked, previous = _count(connection, request, asker)
             refused = {earlier.kind for earlier in requests[:n]}
@@ -156,6 +152,36 @@ def release_permits(
             .where(table.c.cluster == cluster, table.c.node == node)
             .where(table.c.granted, table.c.t_us < before_us)
         )
+
+
+def hold_permit(
+    url: str,
+    request: DrainRequest,
+    *,
+    cluster: str,
+    node: str,
+    now_us: int,
+    deadline_s: float = PERMIT_DEADLINE_S,
+) -> None:
+    """Record that *node* is drained for *request*, which the store was not asked about.
+
+    Raises:
+        UsageError, StoreError: The store gave no answer within *deadline_s*.
+    """
+    row: dict[str, object] = {
+        "cluster": cluster,
+        "check_name": request.check,
+        "node": node,
+        "t_us": now_us,
+        "granted": True,
+        "failure_class": request.failure_class.value,
+    }
+    with (
+        open_store(url, mode="write", deadline_s=deadline_s) as store,
+        store.begin() as connection,
+    ):
+        _lock(connection, cluster)
+        _write(connection, coordination.drain_permits, ("node",), row)
 
 
 _PermitRow = Row[Any, Any, Any]

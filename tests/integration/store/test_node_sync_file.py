@@ -1,11 +1,12 @@
 """What the store knows of a node comes into the node's file, within a deadline."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from support.stories import Teller, envelopes, node_incident
 
-from gpuops.gate.drain import DrainRecord, write_drain
+from gpuops.gate.drain import DrainRecord, DrainStage, write_drain
 from gpuops.gate.node_state import read_state
 from gpuops.gate.permit import sync_from_store
 from gpuops.gate.record import acknowledge
@@ -82,6 +83,19 @@ def test_a_node_that_is_back_gives_its_permit_back(url, state_dir, is_drained, a
 
     found = fetch_node_records(url, cluster="c1", node="n1", now_us=NOW_US)
     assert found.holds_permit is answer
+
+
+def test_a_drain_that_was_set_while_the_store_was_silent_counts_from_then_on(url, state_dir):
+    kinds = {"failure_class": FailureClass.GPU_MISSING.value, "stage": DrainStage.SET.value}
+    write_drain(state_dir, replace(DRAIN, **kinds))
+
+    assert synced(url, state_dir) is None
+
+    def drained(node):
+        found = fetch_node_records(url, cluster="c1", node=node, now_us=SystemClock().now_us())
+        return found.fleet.drained
+
+    assert (drained("n1"), drained("n2")) == (0, 1)
 
 
 def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path, state_dir):

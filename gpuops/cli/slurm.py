@@ -30,6 +30,7 @@ from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
+from gpuops.log import printable
 from gpuops.model import Status
 from gpuops.resources import data_dir
 from gpuops.slurm.env import HookJob, job_of
@@ -86,7 +87,7 @@ def health(ctx: click.Context, *, jitter: float) -> int:
     """Check this node periodically; drain it, or resume it after a drain by gpuops."""
     context = _hook_context(ctx, "health")
     result, action = check_health(context, _scontrol(ctx), jitter)
-    click.echo(f"{action.action}: {action.why}", err=True)
+    _print_line(f"{action.action}: {action.why}")
     _print_result(result)
     return EXIT_OK
 
@@ -97,7 +98,7 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 def publish(ctx: click.Context, *, drain_id: str) -> int:
     """Report to slurmctld why a hook of this node failed; the hooks start it."""
     result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx))
-    click.echo(f"{result.step or 'given up'}: {result.error or drain_id}", err=True)
+    _print_line(f"{result.step or 'given up'}: {result.error or drain_id}")
     return EXIT_OK
 
 
@@ -118,13 +119,13 @@ def diag(ctx: click.Context) -> int:
     """
     check_run = diagnose(_hook_context(ctx, "diag"))
     if check_run is None:
-        click.echo("a diagnostic already runs on this node", err=True)
+        _print_line("a diagnostic already runs on this node")
         return EXIT_TRY_LATER
     _print_findings(check_run)
     if proves_healthy(check_run.findings, DIAGNOSTIC):
-        click.echo("passed: a drained node may return", err=True)
+        _print_line("passed: a drained node may return")
         return EXIT_OK
-    click.echo(f"not passed: check {DIAGNOSTIC} gave no pass, or another check fails", err=True)
+    _print_line(f"not passed: check {DIAGNOSTIC} gave no pass, or another check fails")
     return EXIT_FAIL if check_run.verdict is Status.FAIL else EXIT_UNKNOWN
 
 
@@ -158,19 +159,24 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
     return EXIT_OK
 
 
+def _print_line(text: str) -> None:
+    """Print *text* as one line for slurmd's log; it may quote the kernel, files and processes."""
+    click.echo(printable(text).replace("\n", " "), err=True)
+
+
 def _print_findings(check_run: CheckRun) -> None:
     for finding in check_run.findings:
         if finding.status in {Status.FAIL, Status.UNKNOWN}:
-            click.echo(f"{finding.status.word} {finding.check}: {finding.message}", err=True)
+            _print_line(f"{finding.status.word} {finding.check}: {finding.message}")
 
 
 def _print_result(result: GateResult) -> int:
     """Print findings and the decision for slurmd's log; return the exit code."""
     _print_findings(result.check_run)
     for line in result.problems:
-        click.echo(line, err=True)
+        _print_line(line)
     if result.cause is not None:
-        click.echo(f"{result.decision.outcome}: {result.decision.why}", err=True)
+        _print_line(f"{result.decision.outcome}: {result.decision.why}")
     return EXIT_FAIL if result.decision.drains else EXIT_OK
 
 

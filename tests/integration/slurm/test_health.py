@@ -1,5 +1,7 @@
 """Our HealthCheckProgram in a real Slurm: it drains, and takes back what it drained itself."""
 
+import json
+
 import pytest
 from support.command import gpuops
 from support.slurm import wait_until
@@ -25,6 +27,35 @@ def test_an_idle_node_that_fails_is_drained_and_comes_back_after_its_repair(
     cluster.in_use("n1")
     assert history.wait("node.resumed", "n1")["actor"] == "gpuops"
     assert node.drain_record() is None
+
+
+def test_faulty_gpu_hardware_comes_back_after_a_diagnostic_of_the_idle_node(
+    cluster, history, tmp_path
+):
+    node = cluster["n1"]
+    site = tmp_path / "site" / "suites"
+    site.mkdir(parents=True)
+    # The shipped one has time for a diagnostic of minutes, and runs all checks.
+    (site / "diag.toml").write_text(
+        'about = "short"\ninherits = "full"\ndeadline_s = 60\nrun = ["dcgm_diag"]\n'
+    )
+    result = {"entity_group": "GPU", "entity_id": 0, "status": "Pass"}
+    category = {"category": "Hardware", "tests": [{"name": "memory", "results": [result]}]}
+    told = json.dumps({"DCGM Diagnostic": {"test_categories": [category]}})
+    node.root.write("usr/bin/dcgmi", f"#!/bin/sh\ncat <<'END'\n{told}\nEND\n")
+    node.set(GPUOPS_SITE_DIR=str(site.parent))
+    node.lose_gpu()
+    node.checks_health()
+    assert cluster.drained_for("n1", "gpuops: fail gpu_lost")
+    node.reset_nvml()
+    kept = history.wait("gate.decided", "n1", course="kept")
+    assert "no diagnostic has passed since the drain" in kept["why"]
+
+    (node.root.path / "usr/bin/dcgmi").chmod(0o755)
+    (node.home / "state" / "diagnostic.json").unlink(missing_ok=True)
+
+    cluster.in_use("n1")
+    assert history.wait("check.ran", "n1", trigger="diag")
 
 
 def test_a_manual_drain_is_never_undone(cluster, history):

@@ -12,7 +12,7 @@ import click
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import Settings, environ
-from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
 from gpuops.gate.health_check import (
     DIAGNOSTIC,
     FindScontrol,
@@ -22,7 +22,7 @@ from gpuops.gate.health_check import (
     publish_drain,
 )
 from gpuops.gate.hook import GateResult, HookContext, run_hook, within_shipped_deadline
-from gpuops.gate.install import SHIPPED_HOOKS, installation, write_hooks
+from gpuops.gate.install import SHIPPED_HOOKS, check_program, installation, write_hooks
 from gpuops.gate.permit import GateSettings
 from gpuops.gate.policy import proves_healthy
 from gpuops.gate.record import record_options
@@ -147,8 +147,16 @@ def diag(ctx: click.Context) -> int:
 )
 def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
     """Write the hooks, and show the lines that slurm.conf needs."""
-    program = program or Path(sys.executable).parent / "gpuops"
+    package = Path(__file__).parents[1]
+    mine = Path(sys.executable).parent / "gpuops"
+    program = program or mine
     found = installation(data_dir("slurm"), hooks_dir, program)
+    try:
+        check_program(program, package if program == mine else program, current_uid())
+    except UsageError as exc:
+        if not only_print:
+            raise
+        click.echo(f"gpuops: warning: {printable(str(exc))}", err=True)
     if only_print:
         for name, text in found.hooks.items():
             click.echo(f"# ---- {hooks_dir / name} (mode 755, root's) ----\n{text}")

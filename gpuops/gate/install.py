@@ -1,17 +1,19 @@
 """How to install the gate in Slurm: the hooks, and the lines of slurm.conf for this machine."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.errors import UsageError
-from gpuops.host.trust import atomic_write
+from gpuops.errors import ConfigError, UsageError
+from gpuops.host.trust import atomic_write, read_file, refuse_foreign_file
 
 HOOKS = ("prolog.sh", "epilog.sh", "health_check.sh")
 CONF = "slurm.conf.example"
 # The paths in the shipped files.
 SHIPPED_HOOKS = "/etc/slurm/gpuops"
 SHIPPED_GPUOPS = "/opt/gpuops/bin/gpuops"
+_PROGRAM_BYTES_MAX = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,32 @@ def installation(shipped: Path, hooks_dir: Path, program: Path) -> Installation:
         for name in HOOKS
     }
     return Installation(conf, hooks)
+
+
+def check_program(program: Path, package: Path, uid: int) -> None:
+    """Check that no other user can write what the hooks run as root; only root (*uid* 0) installs.
+
+    That is *program*, its interpreter, the folders that it imports from, and *package*, gpuops
+    itself. What is missing is not checked: the hooks may be for other nodes.
+
+    Raises:
+        UsageError: Names what another user owns or may write.
+    """
+    for path in (*_parts_of(program), package):
+        try:
+            refuse_foreign_file(path, uid=uid)
+        except ConfigError as exc:
+            raise UsageError(f"the hooks would run {program} as root, but {exc}") from exc
+
+
+def _parts_of(program: Path) -> Iterator[Path]:
+    yield program
+    target = program.resolve()
+    found = read_file(target, _PROGRAM_BYTES_MAX)
+    first = b"" if found is None else found[0].partition(b"\n")[0]
+    if first.startswith(b"#!") and first[2:].split():
+        yield Path(os.fsdecode(first[2:].split()[0]))
+    yield from sorted(target.parent.parent.glob("lib/python3*/site-packages"))
 
 
 def write_hooks(hooks: Mapping[str, str], folder: Path) -> None:

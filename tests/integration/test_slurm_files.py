@@ -1,5 +1,6 @@
 """The files that an operator copies parse; a hook fails only with a verdict of its own."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ from support.services import unavailable
 
 from gpuops.checks.core.suite import load_suite
 from gpuops.config.resolve import SETTINGS
+from gpuops.errors import UsageError
 from gpuops.gate import health_check, hook, permit
 from gpuops.gate.hook import OWNERS_S
-from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, installation
+from gpuops.gate.install import HOOKS, SHIPPED_GPUOPS, SHIPPED_HOOKS, check_program, installation
 from gpuops.gate.node_state import READ_S
 from gpuops.gate.permit import START_S
 from gpuops.gate.record import RECORD_S
@@ -245,6 +247,43 @@ def test_install_prints_all_and_writes_nothing_when_asked_to(tmp_path):
     assert not hooks.exists()
     assert "PrologFlags=Alloc" in done.stdout
     assert all(f"{hooks}/{name}" in done.stdout for name in HOOKS)
+
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root installs hooks")
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("part", ["bin/gpuops", "bin", "lib/python3.11/site-packages", "python3"])
+def test_install_refuses_a_program_that_another_user_can_change(tmp_path, part):
+    """The exploit: hooks that run, as root, the gpuops of a virtual environment in a home."""
+    venv, hooks = tmp_path / "venv", tmp_path / "hooks"
+    (venv / "lib/python3.11/site-packages").mkdir(parents=True)
+    (venv / "bin").mkdir()
+    (venv / "python3").touch()
+    program = venv / "bin" / "gpuops"
+    program.write_text(f"#!{venv}/python3 -P\n")
+    assert gpuops("slurm", "install", f"--dir={hooks}", f"--gpuops={program}").returncode == 0
+    shutil.rmtree(hooks)
+    os.chown(venv / part, 12345, -1)
+
+    done = gpuops("slurm", "install", f"--dir={hooks}", f"--gpuops={program}")
+    shown = gpuops("slurm", "install", "--print", f"--dir={hooks}", f"--gpuops={program}")
+
+    assert done.returncode == 64
+    assert f"the hooks would run {program} as root, but " in done.stderr
+    assert "belongs to uid 12345" in done.stderr
+    assert not hooks.exists()
+    assert shown.returncode == 0
+    assert "gpuops: warning: the hooks would run" in shown.stderr
+
+
+@ROOT_ONLY
+def test_install_refuses_this_gpuops_if_another_user_can_change_it(tmp_path):
+    (tmp_path / "gpuops").mkdir()
+    os.chown(tmp_path / "gpuops", 12345, -1)
+
+    with pytest.raises(UsageError, match=r"would run /none/gpuops as root, but .*uid 12345"):
+        check_program(Path("/none/gpuops"), tmp_path / "gpuops", 0)
 
 
 @pytest.mark.parametrize("path", ["relative/gpuops", "/opt/my gpuops", "/opt/$(id)", "/opt/a'b"])

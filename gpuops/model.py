@@ -46,6 +46,7 @@ class UnknownReason(StrEnum):
     MISSING_TOOL = "missing_tool"
     NO_PERMISSION = "no_permission"
     NOT_SUPPORTED = "not_supported"
+    NOT_RECORDED = "not_recorded"
     TIMEOUT = "timeout"
     CRASH = "crash"
 

@@ -10,8 +10,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -21,6 +22,12 @@ from gpuops.log import printable, setup
 
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
+# What ends the output without being a bug: write(2).
+_FULL = {
+    errno.ENOSPC: "no space left on the output",
+    errno.EDQUOT: "the quota of the output's file system is used up",
+    errno.EFBIG: "the output's file may not grow (ulimit -f)",
+}
 
 COMMANDS = {
     "check": ("gpuops.cli.check.command:check", "Check this node; exit 0 if it may run a job."),
@@ -80,15 +87,35 @@ def run_command(args: Sequence[str]) -> int:
         result: Any = gpuops.main(args=list(args), prog_name="gpuops", standalone_mode=False)
         sys.stdout.flush()
     except (SystemExit, BrokenPipeError):
-        # click turns a closed pipe into SystemExit(1), which would mean a failed node. Python would
-        # report it again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # click turns a closed pipe into SystemExit(1), which would mean a failed node.
+        _silence(sys.stdout)
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
-        return _report_error(click.Abort())  # a second one, while click handled the first
+        return _report(click.Abort())  # a second one, while click handled the first
     except Exception as exc:  # noqa: BLE001 boundary: our own bug must not look like a node's failure
-        return _report_error(exc)
+        return _report(exc)
     return result if isinstance(result, int) else 0
+
+
+def _silence(stream: TextIO) -> None:
+    """Send *stream* to the null device: Python flushes at exit, and exits with 120 if it fails."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _report(exc: Exception) -> int:
+    """Report *exc* as `_report_error` does; where standard error cannot be written, silently.
+
+    Python itself would exit with 1, which means a failed node.
+    """
+    try:
+        exit_code = _report_error(exc)
+        sys.stderr.flush()
+    except OSError:
+        _silence(sys.stdout)
+        _silence(sys.stderr)
+        return exc.exit_code if isinstance(exc, GpuopsError) else EXIT_INTERNAL
+    return exit_code
 
 
 def _open_closed_streams() -> None:
@@ -113,9 +140,9 @@ def _report_error(exc: Exception) -> int:
         case GpuopsError():
             click.echo(f"gpuops: {printable(str(exc))}", err=True)
             return exc.exit_code
-        case OSError(errno=errno.ENOSPC, filename=None):
-            click.echo("gpuops: cannot write the result: no space left on the output", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        case OSError(filename=None) if exc.errno in _FULL:
+            _silence(sys.stdout)
+            click.echo(f"gpuops: cannot write the result: {_FULL[exc.errno]}", err=True)
             return EXIT_INTERNAL
         case _:
             click.echo(printable("".join(traceback.format_exception(exc))), err=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from gpuops.checks.core.runner import CheckRun
+from gpuops.cli.check.text import reason_lines
 from gpuops.cli.options import settings_of
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
@@ -173,9 +174,8 @@ def _print_line(text: str) -> None:
 
 
 def _print_findings(check_run: CheckRun) -> None:
-    for finding in check_run.findings:
-        if finding.status in {Status.FAIL, Status.UNKNOWN}:
-            _print_line(f"{finding.status.word} {finding.check}: {finding.message}")
+    for line in reason_lines(check_run.findings):
+        _print_line(line)
 
 
 def _print_result(result: GateResult) -> int:

@@ -118,6 +118,21 @@ def timeless(found):
     return verdict, late, [item for item in findings if item["check"] not in moving]
 
 
+def test_a_recording_without_gpus_cannot_be_judged_by_a_prolog(tmp_path, mock, elsewhere):
+    node = Node(tmp_path, mock, shape("h100"))
+    facts = tmp_path / "n1.json"
+    node.quiet("facts", "--out", str(facts))
+    recorded = json.loads(facts.read_text())
+    del recorded["looks"]["gpus"]
+    facts.write_text(json.dumps(recorded))
+
+    replayed = gpuops("check", "--suite", "prolog", "--facts", str(facts), env=elsewhere)
+
+    assert replayed.returncode == 3
+    assert "the recording has no 'gpus' (and 2" in replayed.stdout
+    assert replayed.stdout.count("the recording has no 'gpus'") == 2  # its row, and the last line
+
+
 def test_judging_a_recording_leaves_nothing_behind(tmp_path, mock, elsewhere):
     node = Node(tmp_path, mock, shape("h100"))
     node("facts", "--out", str(tmp_path / "n1.json"))

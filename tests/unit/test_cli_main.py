@@ -87,6 +87,10 @@ def test_the_commands_of_the_hooks_import_neither_torch_nor_sqlalchemy():
     assert shown.stdout.endswith("[]\n")
 
 
+# Nothing is read or kept; PYTHONDONTWRITEBYTECODE: a file limit holds for caches, too.
+NOWHERE = {**os.environ, "GPUOPS_SPOOL": "/dev/null/x", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def shell(command, **options):
     return subprocess.run(
         ["/bin/sh", "-c", command, "sh", *GPUOPS],
@@ -109,6 +113,23 @@ def test_a_full_output_is_one_line_and_our_failure():
 
     assert shown.returncode == 70
     assert shown.stderr == "gpuops: cannot write the result: no space left on the output\n"
+
+
+@pytest.mark.parametrize("words", ["config show", "check --suite nope", "nope", "check --json"])
+def test_where_neither_output_can_be_written_the_node_has_not_failed(words):
+    """Python itself exits with 1, which means a failed node."""
+    code = shell(f'"$@" {words} >/dev/full 2>/dev/full', env=NOWHERE).returncode
+
+    assert code in {64, 70}
+
+
+def test_an_output_that_may_not_grow_is_no_bug(tmp_path):
+    shown = shell(f'ulimit -f 0; "$@" config show >{tmp_path}/out', env=NOWHERE)
+
+    assert shown.returncode == 70
+    assert shown.stderr == (
+        "gpuops: cannot write the result: the output's file may not grow (ulimit -f)\n"
+    )
 
 
 def test_a_home_that_may_not_be_read_is_a_warning(tmp_path):

@@ -179,6 +179,7 @@ def test_unknown_reasons_are_frozen():
         "missing_tool",
         "no_permission",
         "not_supported",
+        "not_recorded",
         "timeout",
         "crash",
     }

@@ -59,6 +59,9 @@ class Recording:
     def results_for(self, suite: Suite, first: str) -> Iterator[ProbeResult]:
         """Yield the result of each probe of *suite*, that of the probe called *first* first.
 
+        A probe that was not recorded is not supported: earlier releases have fewer. Of
+        *first*, on which the profile and most of a verdict rest, the checks are unknown then.
+
         Raises:
             UsageError: Facts have another form than this gpuops knows.
         """
@@ -67,7 +70,9 @@ class Recording:
             result = self.results.get(name)
             if result is None:
                 error = f"the recording has no {name!r}"
-                yield ProbeResult(probe=name, error=error, reason=UnknownReason.NOT_SUPPORTED)
+                is_first = name == first
+                reason = UnknownReason.NOT_RECORDED if is_first else UnknownReason.NOT_SUPPORTED
+                yield ProbeResult(probe=name, error=error, reason=reason)
                 continue
             if result.error is None:
                 try:

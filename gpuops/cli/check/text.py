@@ -15,7 +15,9 @@ from gpuops.model import Entity, EntityKind, Finding, Status, envelope
 from gpuops.units import format_seconds
 
 _WIDTH = 120
+# With less, what is expected and its source move into the message, which gets more columns so.
 _MESSAGE_MIN = 40
+_NARROW_MESSAGE_MIN = 20
 _LATE_MAX = 3
 # The most columns that each cell but the last may have.
 _COLUMN_WIDTHS_MAX = (7, 20, 18, 24, 24)
@@ -30,26 +32,58 @@ _NAGIOS_WORD = {
 
 
 def findings_table(check_run: CheckRun, *, width: int | None) -> str:
-    """Return the findings as a table of about *width* columns, and the verdict below it.
+    """Return the findings as a table of *width* columns (80 or more), and the verdict below it.
 
     Checks with the same result share a row, and skipped ones a line for each reason. Failures are
     last, above the verdict.
     """
     judged = [finding for finding in check_run.findings if finding.status is not Status.SKIP]
     rows = [_HEAD, *_rows(sorted(judged, key=lambda finding: finding.status))]
-    widths = [
-        min(max(len(row[column]) for row in rows), most)
-        for column, most in enumerate(_COLUMN_WIDTHS_MAX)
-    ]
-    message_width = max((width or _WIDTH) - sum(widths) - 2 * len(widths), _MESSAGE_MIN)
+    widths = _widths(rows, width or _WIDTH)
+    if widths[-1] < _MESSAGE_MIN:
+        rows = [_narrow(row) for row in rows]
+        widths = _widths(rows, width or _WIDTH)
     passed = [row for row in rows if row[0] in (_HEAD[0], Status.PASS.word)]
     parts = [
-        [line for row in passed for line in _wrapped(row, [*widths, message_width])],
+        [line for row in passed for line in _wrapped(row, widths)],
         _skip_lines(check_run.findings, width or _WIDTH),
-        [line for row in rows[len(passed) :] for line in _wrapped(row, [*widths, message_width])],
+        [line for row in rows[len(passed) :] for line in _wrapped(row, widths)],
         [summary(check_run)],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the columns of each cell; the message has what is left of *width*."""
+    widths = [
+        min(max(len(row[column]) for row in rows), most)
+        for column, most in enumerate(_COLUMN_WIDTHS_MAX[: len(rows[0]) - 1])
+    ]
+    return [*widths, max(width - sum(widths) - 2 * len(widths), _NARROW_MESSAGE_MIN)]
+
+
+def _narrow(row: Sequence[str]) -> Sequence[str]:
+    """Return *row* without columns for what is expected and for its source."""
+    status, check, value, expected, source, message = row
+    if status != _HEAD[0] and expected != "-":
+        message += (
+            f" (expected {expected})" if source == "-" else f" (expected {expected}; {source})"
+        )
+    return status, check, value, message
+
+
+def reason_lines(findings: Iterable[Finding]) -> list[str]:
+    """Return a line for each reason of a failure or an unknown, with all checks that have it."""
+    checks: dict[tuple[str, str], dict[str, None]] = {}
+    for finding in findings:
+        if finding.status in {Status.FAIL, Status.UNKNOWN}:
+            checks.setdefault((finding.status.word, finding.message), {})[finding.check] = None
+    lines = []
+    for (word, message), names in checks.items():
+        first, *others = names
+        more = f" (also {', '.join(others)})" if others else ""
+        lines.append(f"{word} {first}: {message}{more}")
+    return lines
 
 
 def _rows(findings: Iterable[Finding]) -> list[Sequence[str]]:

@@ -129,6 +129,12 @@ def test_a_probe_that_was_not_recorded_was_not_run():
     assert (result.error, result.reason) == ("the recording has no 'a'", "not_supported")
 
 
+def test_without_the_gpus_nothing_is_known_of_them():
+    (result,) = again(recording()).results_for(suite("gpus"), "gpus")
+
+    assert (result.error, result.reason) == ("the recording has no 'gpus'", "not_recorded")
+
+
 def test_the_probe_that_chooses_the_profile_comes_first():
     made = recording(*(ProbeResult(probe=name, facts={"n": 1}) for name in ("a", "b", "gpus")))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from support.checks import NODE
 
 from gpuops.checks.core.runner import CheckRun
-from gpuops.cli.check.text import findings_table, nagios_line
+from gpuops.cli.check.text import findings_table, nagios_line, reason_lines
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 
@@ -96,3 +96,38 @@ def test_the_last_line_names_three_late_checks_and_counts_the_others():
         assert line.endswith("; late: gpu_driver, gpu_count, gpu_lost and 2 more")
     three = replace(run, late=late[:3])
     assert nagios_line(three).endswith("; late: gpu_driver, gpu_count, gpu_lost")
+
+
+def test_a_table_fits_eighty_columns():
+    long = {"threshold": "> 10 % (fail: 0 %)", "source": "gpuops judgement of its own"}
+    run = ran(
+        finding("a" * 20, Status.PASS, "m" * 10, value="v" * 18, **long),
+        finding("b", Status.FAIL, "many words of a message " * 4, value=0.5, unit="s", **long),
+        finding("c", Status.SKIP, "no GPU and no word that is short " * 4),
+    )
+    *lines, verdict = findings_table(run, width=80).splitlines()
+    words = " ".join(" ".join(line.split()) for line in lines)
+
+    assert max(map(len, lines)) <= 80
+    assert verdict.startswith("n1: fail")
+    assert words.startswith("STATUS CHECK VALUE MESSAGE ")
+    assert "10 %" in words
+    assert "judgement" in words
+
+
+def test_a_reason_that_many_checks_have_is_said_once():
+    same = "NVML gave no answer; see gpu_driver"
+    lines = reason_lines(
+        [
+            finding("gpu_driver", Status.UNKNOWN, "NVML gave no answer"),
+            *(finding(name, Status.UNKNOWN, same) for name in ("gpu_count", "gpu_lost", "gpu_ecc")),
+            finding("memory", Status.WARN, same),
+            finding("load", Status.FAIL, "stuck"),
+        ]
+    )
+
+    assert lines == [
+        "unknown gpu_driver: NVML gave no answer",
+        f"unknown gpu_count: {same} (also gpu_lost, gpu_ecc)",
+        "fail load: stuck",
+    ]

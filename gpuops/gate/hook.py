@@ -47,7 +47,7 @@ from gpuops.gate.session import CheckPlan, check_node, recheck_failures, start_s
 from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.records import from_json, to_json
 from gpuops.host.trust import atomic_write, why_not_ours
 from gpuops.incident.incidents.node import incident_key

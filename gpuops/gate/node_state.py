@@ -35,7 +35,7 @@ from gpuops.host.node_state import (
 )
 from gpuops.host.nvml.facts import HANG_S, NvmlSnapshot, NvmlStatus
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import AbandonedProcess
+from gpuops.host.process.abandoned import AbandonedProbes
 from gpuops.host.records import from_json, to_json
 from gpuops.host.trust import atomic_write, refuse_foreign_file, why_not_ours
 from gpuops.model import Entity, Json
@@ -82,7 +82,7 @@ def load_state(
     state_dir: Path,
     root: Path,
     uid: int,
-    left: Mapping[str, AbandonedProcess],
+    left: AbandonedProbes,
     *,
     deadline_s: float = READ_S,
 ) -> StoredNodeState:
@@ -234,7 +234,7 @@ def save_state(
     state_dir: Path,
     uid: int,
     change: Change,
-    left: Mapping[str, AbandonedProcess],
+    left: AbandonedProbes,
     *,
     deadline_s: float = SAVE_S,
 ) -> Callable[[], str | None]:

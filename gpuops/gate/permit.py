@@ -18,7 +18,7 @@ from gpuops.gate.record import with_repair
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import FleetCount, NodeState, Repair, Strikes
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.abandoned import abandoned
 from gpuops.model import FailureClass
 from gpuops.store.fuse import FuseSettings
 from gpuops.units import US_PER_S

@@ -21,9 +21,9 @@ from gpuops.gate.node_state import StateError, change_state
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import NodeState, RecordedRun, Repair, boot_id
 from gpuops.host.process import probe
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import module_command, spawn_detached
 from gpuops.host.process.inspect import process_state
-from gpuops.host.process.run_with_deadline import abandoned
 from gpuops.host.records import to_json
 from gpuops.host.trust import current_uid
 from gpuops.incident.incidents.node import NodeCheckContext, acknowledge_repairs, update_incidents

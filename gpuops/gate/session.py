@@ -42,7 +42,7 @@ from gpuops.gate.node_state import (
 from gpuops.host.clock import Clock, FakeClock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import BootMoment
-from gpuops.host.process.run_with_deadline import AbandonedProcess, abandoned
+from gpuops.host.process.abandoned import AbandonedProbes, abandoned
 from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
@@ -225,7 +225,7 @@ def _machine(plan: CheckPlan, stored: StoredNodeState) -> ProbeContext:
 
 
 def _load_state(
-    plan: CheckPlan, clock: Clock, left: Mapping[str, AbandonedProcess]
+    plan: CheckPlan, clock: Clock, left: AbandonedProbes
 ) -> tuple[StoredNodeState, BootMoment]:
     request = plan.request
     stored = load_state(request.state_dir, request.root, request.uid, left)

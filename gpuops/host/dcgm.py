@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import ask, find
 from gpuops.model import UnknownReason
 
@@ -70,7 +71,7 @@ def read_dcgm(root: Path, budget_s: float, level: str) -> DcgmDiagnostic:
     if tool is None:
         return DcgmDiagnostic(installed=False)
     argv: list[Path | str] = [tool, "diag", "-r", level, "-j"]
-    answer = ask(argv, max(budget_s - _MARGIN_S, 0.1), bytes_max=_OUTPUT_MAX, unless_stuck=True)
+    answer = ask(argv, max(budget_s - _MARGIN_S, 0.1), bytes_max=_OUTPUT_MAX, left=abandoned())
     if answer.timed_out:
         raise ProbeError(f"dcgmi diag {answer.ending}", UnknownReason.TIMEOUT)
     found = parse_diag(answer.output)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import ask, find
 from gpuops.model import UnknownReason
 
@@ -99,7 +100,7 @@ def read_runtime(root: Path, budget_s: float, command: tuple[str, ...]) -> Runti
     tool = find(root, command[0]) if command else None
     if tool is None:
         return RuntimeAnswer(command=command)
-    answer = ask([tool, *command[1:]], max(budget_s - _MARGIN_S, 0.1), unless_stuck=True)
+    answer = ask([tool, *command[1:]], max(budget_s - _MARGIN_S, 0.1), left=abandoned())
     return RuntimeAnswer(
         command=command,
         found=True,

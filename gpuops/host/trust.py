@@ -115,6 +115,16 @@ def why_not_ours(path: Path, *, private: bool) -> str | None:
     return None if writable else "no permission to write"
 
 
+def is_ours(folder: Path) -> bool:
+    """Return whether *folder* exists, is no link, belongs to us, and others cannot write in it."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and private
+
+
 def reason_of(error: OSError) -> UnknownReason:
     """Return the reason for "unknown" that matches *error*."""
     if error.errno in {errno.EACCES, errno.EPERM}:

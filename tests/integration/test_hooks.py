@@ -17,7 +17,7 @@ from support.mock_nvml import addresses, shape
 from support.slurm import wait_until
 
 from gpuops.gate.drain import read_diagnostic
-from gpuops.host.process.run_with_deadline import name_of
+from gpuops.host.process.abandoned import name_of
 
 pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
 

@@ -13,8 +13,8 @@ from gpuops.checks.core.check import Probe, ProbeContext
 from gpuops.checks.core.profile import NO_PROFILE, Profile
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import AbandonedProbes
 from gpuops.host.process.probe import ProbeChild, ProbeOutcome, answer, start_call, watch
-from gpuops.host.process.run_with_deadline import AbandonedProcess
 from gpuops.host.records import to_json
 from gpuops.model import UnknownReason
 
@@ -60,7 +60,7 @@ def collect(
     suite: Suite,
     machine: ProbeContext,
     chooser: ProfileChooser,
-    left: Mapping[str, AbandonedProcess],
+    left: AbandonedProbes,
 ) -> Iterator[ProbeResult]:
     """Yield the result of each probe of *suite* as it arrives; one for each probe.
 
@@ -91,7 +91,7 @@ class _ProbeScheduler:
         suite: Suite,
         machine: ProbeContext,
         profile: Profile,
-        left: Mapping[str, AbandonedProcess],
+        left: AbandonedProbes,
     ) -> None:
         self.groups = by_probe(suite)
         self._machine = machine

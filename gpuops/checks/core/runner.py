@@ -16,7 +16,7 @@ from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ConfigError, ProbeError
 from gpuops.host.clock import Clock
 from gpuops.host.node_state import BootMoment, FleetCount
-from gpuops.host.process.run_with_deadline import AbandonedProcess
+from gpuops.host.process.abandoned import AbandonedProbes
 from gpuops.host.records import from_json
 from gpuops.model import Finding, Json, Status, UnknownReason
 from gpuops.units import iso_utc
@@ -96,7 +96,7 @@ def run_suite(
     machine: ProbeContext,
     run: RunContext,
     clock: Clock,
-    left: Mapping[str, AbandonedProcess],
+    left: AbandonedProbes,
 ) -> CheckRun:
     """Return what *suite* finds on *machine*.
 

@@ -1,10 +1,12 @@
 """Is the load high, or is a process stuck inside the kernel?"""
 
+import os
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
-from gpuops.host.process.run_with_deadline import is_probe
-from gpuops.host.procfs import Load, read_load
+from gpuops.host.process.abandoned import AbandonedProbes, abandoned
+from gpuops.host.process.inspect import ancestors
+from gpuops.host.procfs import Load, Process, read_load
 from gpuops.model import Entity, FailureClass, Finding, Status
 
 _NAMED_MAX = 5
@@ -18,9 +20,16 @@ class Parameters:
     blocked: CheckLimit
 
 
-def without_probes(load: Load) -> Load:
-    """Return *load* without our own hung children: their checks report them."""
-    return replace(load, blocked=tuple(item for item in load.blocked if not is_probe(item)))
+def without_probes(load: Load, run_pid: int, left: AbandonedProbes) -> Load:
+    """Return *load* without our own hung children: their checks report them.
+
+    These are the descendants of *run_pid* and those on record; a name proves nothing.
+    """
+
+    def is_ours(item: Process) -> bool:
+        return item.pid in left.pids or run_pid in ancestors(item.pid)
+
+    return replace(load, blocked=tuple(item for item in load.blocked if not is_ours(item)))
 
 
 def judge(facts: Load, parameters: Parameters, context: JudgeContext) -> list[Finding]:
@@ -54,7 +63,9 @@ CHECK = Check(
     probe=Probe(
         "load",
         Load,
-        lambda machine, _budget_s: without_probes(read_load(machine.root)),
+        lambda machine, _budget_s: without_probes(
+            read_load(machine.root), os.getppid(), abandoned()
+        ),
         sources=("/proc/loadavg", "/proc/stat", "/proc/*/stat"),
     ),
     parameters=Parameters,

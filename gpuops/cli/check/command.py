@@ -21,7 +21,7 @@ from gpuops.gate.record import CheckOccasion, record_check_run, record_options
 from gpuops.gate.session import CheckPlan, check_node, make_plan, start_saving_state
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.trust import atomic_write
 from gpuops.model import Finding, Status, envelope
 

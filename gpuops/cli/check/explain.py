@@ -14,7 +14,7 @@ from gpuops.cli.check.text import parameters
 from gpuops.errors import UsageError
 from gpuops.gate.node_state import load_state
 from gpuops.gate.session import CheckRequest, ProfileSelector, make_plan
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.records import to_json
 from gpuops.incident.runbook import Runbook, load_runbooks
 from gpuops.model import FailureClass, Json, envelope

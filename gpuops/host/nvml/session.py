@@ -29,7 +29,7 @@ from gpuops.host.nvml.facts import (
 from gpuops.host.nvml.plausible import GPUS, why_not
 from gpuops.host.nvml.snapshot import snapshot_of
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import AbandonedProcess, abandoned
+from gpuops.host.process.abandoned import AbandonedProbes, abandoned
 from gpuops.host.records import from_json, to_json
 
 # The share of the child's time that is reserved for writing the results while a call hangs.
@@ -77,7 +77,7 @@ def _ask(questions: Sequence[_Question], ends_s: float, root: Path) -> list[Nvml
 
 
 def _start_child(
-    question: _Question, ends_s: float, left: Mapping[str, AbandonedProcess]
+    question: _Question, ends_s: float, left: AbandonedProbes
 ) -> probe.ProbeChild | NvmlSnapshot:
     deadline_s = ends_s - time.monotonic()
     until_s = ends_s - min(_WRITE_S, _WRITE_SHARE * deadline_s)

@@ -21,8 +21,8 @@ from typing import BinaryIO, NoReturn
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
+from gpuops.host.process.abandoned import AbandonedProbes
 from gpuops.host.process.inspect import descendants
-from gpuops.host.procfs import processes
 from gpuops.model import UnknownReason
 
 OUTPUT_BYTES_MAX = 8 * 2**20
@@ -123,7 +123,7 @@ class CommandAnswer:
     """The output and exit of a program.
 
     ``exit_code`` is negative for a signal and None if it did not end in time. ``cut``: the output
-    was truncated. ``stuck``: it could not be killed, or was inside the kernel at its deadline.
+    was truncated. ``stuck``: it was inside the kernel at its deadline.
     ``ending`` is for messages: ``exited with code 3``.
     """
 
@@ -191,22 +191,24 @@ def ask(
     bytes_max: int = BYTES_MAX,
     stdin: str = "",
     env: Mapping[str, str] = _NOTHING,
-    unless_stuck: bool = False,
+    left: AbandonedProbes | None = None,
 ) -> CommandAnswer:
     """Run *argv* (an absolute path first) for at most *timeout_s*; return its output and exit.
 
     Takes at most `gpuops.host.process.probe.STOP_S` longer. *bytes_max* bytes are kept of each
-    stream. With *unless_stuck* it is not started while an earlier one with the same arguments is
-    inside the kernel: each would stay until the next boot. The program runs in ``/`` with *env* and
-    a fixed ``PATH``. The caller must have a single thread.
+    stream. It is not started while an earlier one with the same arguments, on record in *left*
+    (`gpuops.host.process.abandoned`), is inside the kernel: each would stay until the next boot.
+    The program runs in ``/`` with *env* and a fixed ``PATH``. The caller must have a single thread.
 
     Raises:
         ProbeError: It cannot be started (``missing_tool``, ``no_permission``), or this machine has
             no processes or files left (``crash``).
     """
     words = [os.fspath(word) for word in argv]
-    if unless_stuck and (pid := _stuck(words)) is not None:
-        text = f"is stuck inside the kernel since an earlier run (pid {pid})"
+    records, question = left or AbandonedProbes(), "\0".join(["command", *words])
+    earlier = records.find(question)
+    if earlier is not None and earlier.state == "D":
+        text = f"is stuck inside the kernel since an earlier run (pid {earlier.pid})"
         return CommandAnswer(
             exit_code=None,
             output="",
@@ -225,7 +227,9 @@ def ask(
         for end in (output[1], errors[1], trouble[1]):
             os.close(end)
         null = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
-        child = probe.ProbeChild(pid, timeout_s, started_s, *null)
+        child = probe.ProbeChild(
+            pid, timeout_s, started_s, *null, question=question, records=records
+        )
         streams = _Stream(output[0], bytes_max), _Stream(errors[0], bytes_max)
         outcome = _followed(child, streams)
         _check_started(trouble[0], words[0])
@@ -237,7 +241,7 @@ def ask(
         ending=outcome.describe(),
         timed_out=outcome.ending is not probe.ProbeEnd.ENDED,
         cut=any(stream.cut for stream in streams),
-        stuck=outcome.ending is probe.ProbeEnd.HUNG or outcome.state == "D",
+        stuck=outcome.stuck,
     )
 
 
@@ -335,22 +339,6 @@ def _check_started(trouble: int, program: str) -> None:
             errno.EACCES: UnknownReason.NO_PERMISSION,
         }.get(number, UnknownReason.CRASH)
         raise ProbeError(f"cannot start {program}: {os.strerror(number)}", reason)
-
-
-def _stuck(words: Sequence[str]) -> int | None:
-    """Return the pid of a process in state D that was started with *words*."""
-    wanted = "\0".join(words).encode() + b"\0"
-    for item in processes():
-        if item.state == "D" and _arguments(item.pid) == wanted:
-            return item.pid
-    return None
-
-
-def _arguments(pid: int) -> bytes | None:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return None
 
 
 def spawn_detached(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -120,6 +120,8 @@ _IO = re.compile(r"^[rw]char: (\d+)$", re.MULTILINE)
 _STACK_LINES_MAX = 32
 # utime and stime, fields 14 and 15 of proc(5), counted from the state (field 3).
 _UTIME, _STIME = 11, 12
+_PPID = 1  # field 4
+_GENERATIONS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,18 @@ def _caught(status: str) -> frozenset[int]:
     match = _CAUGHT.search(status)
     mask = int(match[1], 16) if match else 0
     return frozenset(int(n) for n in signal.Signals if mask >> (n - 1) & 1)
+
+
+def ancestors(pid: int, root: Path = Path("/")) -> list[int]:
+    """Return the parent of *pid*, its parent, and so on."""
+    found: list[int] = []
+    while pid > 1 and len(found) < _GENERATIONS_MAX:
+        fields = (text_of(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
+        if len(fields) <= _PPID or not fields[_PPID].isdecimal():
+            break
+        pid = int(fields[_PPID])
+        found.append(pid)
+    return found
 
 
 def descendants(pid: int) -> list[int]:

@@ -3,7 +3,8 @@
 A call into a driver or a dead mount can block inside the kernel, where not even SIGKILL ends it.
 So each such call is made by a child with its own session and a deadline: SIGTERM, a short grace,
 SIGKILL of its process group, a short grace, and then the child is abandoned and reported as hung.
-The next run finds it by its name and reports it again, so that at most one remains per question.
+The next run finds it by its record (`gpuops.host.process.abandoned`) and, while it is inside the
+kernel, reports it again, so that at most one remains per question.
 
 Fork without exec: a fresh interpreter and its imports cost 10 ms for each of a node's dozens of
 mounts, a fork 1 ms. It is safe because `gpuops check` has a single thread; a process with threads
@@ -17,16 +18,15 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import AbandonedProbes, AbandonedProcess, name_of
 from gpuops.host.process.inspect import ThreadState, process_state
-from gpuops.host.process.run_with_deadline import AbandonedProcess, name_of
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -36,7 +36,7 @@ STOP_S = TERM_GRACE_S + KILL_GRACE_S
 _SIGTERM_S = 0.05
 _ORPHAN_S = 1.0
 OUTPUT_MAX = 8 * 2**20
-_NONE_LEFT: Mapping[str, AbandonedProcess] = MappingProxyType({})
+_NO_RECORDS = AbandonedProbes()
 _POLL_MIN_S = 0.0005
 _POLL_MAX_S = 0.01
 
@@ -56,8 +56,9 @@ class ProbeOutcome:
     """The result of a child.
 
     ``exit_code`` is negative for a signal and None if unknown. ``state`` is the letter of proc(5)
-    at the deadline (``D``: any of its threads is inside the kernel) and ``wchan`` the kernel
-    function it waited in; both None for a child that ended in time. ``output`` is what it had
+    at the deadline or, if it could not be killed, after it (``D``: any of its threads is inside the
+    kernel) and ``wchan`` the kernel function it waited in; both None for a child that ended in
+    time. ``output`` is what it had
     written, which can be a complete answer even if the child did not end.
     """
 
@@ -69,6 +70,11 @@ class ProbeOutcome:
     errors: bytes = b""
     state: str | None = None
     wchan: str | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Return whether it was inside the kernel; another state only means a busy machine."""
+        return self.ending is not ProbeEnd.ENDED and self.state == "D"
 
     def describe(self) -> str:
         """Return ``"gave no answer in 2.0 s (pid 71, state D in rpc_wait_bit_killable)"``."""
@@ -123,6 +129,9 @@ class ProbeChild:
     output_fd: int
     errors_fd: int
     signaller: Signaller = signal_group
+    question: str | None = None
+    records: AbandonedProbes = _NO_RECORDS
+    _recorded: bool = False
     _stage: _Stage = _Stage.RUNNING
     _acted_s: float = 0.0
     _seen: ThreadState | None = None
@@ -141,10 +150,20 @@ class ProbeChild:
                 self._seen = process_state(self.pid)
                 self._send(signal.SIGTERM, _Stage.ASKED, now_s)
             case _Stage.ASKED if now_s >= self._acted_s + TERM_GRACE_S:
+                self.leave()
                 self._send(signal.SIGKILL, _Stage.KILLED, now_s)
             case _Stage.KILLED if now_s >= self._acted_s + KILL_GRACE_S:
+                now = process_state(self.pid)
+                if now is not None and (now.state == "D" or self._seen is None):
+                    self._seen = now
                 return self._outcome(ProbeEnd.HUNG, now_s)
         return None
+
+    def leave(self) -> None:
+        """Record it for later runs: it may outlive this one."""
+        if self.question is not None and not self._recorded:
+            self.records.record(self.question, self.pid)
+            self._recorded = True
 
     def _send(self, number: int, stage: _Stage, now_s: float) -> None:
         self.signaller(self.pid, number)
@@ -160,6 +179,8 @@ class ProbeChild:
         except ChildProcessError:
             # This process ignores SIGCHLD by inheritance, so the kernel discarded the exit code.
             self._ended = None
+        if self.question is not None and self._recorded:
+            self.records.forget(self.question, self.pid)
         return True
 
     def _outcome(self, ending: ProbeEnd, now_s: float) -> ProbeOutcome:
@@ -198,22 +219,26 @@ def start_call(
     *,
     deadline_s: float,
     question: str | None = None,
-    left: Mapping[str, AbandonedProcess] = _NONE_LEFT,
+    left: AbandonedProbes = _NO_RECORDS,
     signaller: Signaller = signal_group,
 ) -> ProbeChild:
     """Start *function* in a forked child; what it returns must be serialisable to JSON.
 
-    The child is named after its *question*. If one of the same name is among those *left* behind
-    (`gpuops.host.process.run_with_deadline.abandoned`) and is past its deadline, it is reported as
-    still hung and no other is started. The caller must have a single thread. Read the result with
-    `answer`.
+    The child is named after its *question*, for people. If an earlier one for it is on record in
+    *left* (`gpuops.host.process.abandoned`), past its deadline and inside the kernel, it is
+    reported as still hung and no other is started. The caller must have a single thread. Read the
+    result with `answer`.
 
     Raises:
         ProbeError: This machine has no processes or files left (``crash``).
     """
     name = None if question is None else name_of(question)
-    earlier = left.get(name) if name is not None else None
-    if earlier is not None and earlier.age_s > deadline_s + STOP_S + _ORPHAN_S:
+    earlier = None if question is None else left.find(question)
+    if (
+        earlier is not None
+        and earlier.state == "D"
+        and earlier.age_s > deadline_s + STOP_S + _ORPHAN_S
+    ):
         return _still_hung(earlier)
     output, errors = _memory_files()
     started_s = time.monotonic()
@@ -225,17 +250,16 @@ def start_call(
         raise ProbeError(f"cannot fork: {exc.strerror}", UnknownReason.CRASH) from exc
     if pid == 0:
         _run_child(function, output, errors, deadline_s, name)
-    return ProbeChild(pid, deadline_s, started_s, output, errors, signaller)
+    return ProbeChild(pid, deadline_s, started_s, output, errors, signaller, question, left)
 
 
 def _still_hung(earlier: AbandonedProcess) -> ProbeChild:
-    now = process_state(earlier.pid)
     outcome = ProbeOutcome(
         ending=ProbeEnd.HUNG,
         pid=earlier.pid,
         elapsed_s=earlier.age_s,
         state=earlier.state,
-        wchan=None if now is None else now.wchan,
+        wchan=earlier.wchan,
     )
     return ProbeChild(earlier.pid, 0.0, 0.0, -1, -1, _still=outcome)
 
@@ -269,6 +293,8 @@ def within(child: ProbeChild, seconds: float) -> ProbeOutcome | None:
     until_s = time.monotonic() + seconds
     while (outcome := child.advance(time.monotonic())) is None and time.monotonic() < until_s:
         time.sleep(_POLL_MIN_S)
+    if outcome is None:
+        child.leave()
     return outcome
 
 
@@ -320,7 +346,7 @@ def ask(
     deadline_s: float,
     *,
     question: str,
-    left: Mapping[str, AbandonedProcess],
+    left: AbandonedProbes,
 ) -> Any:  # noqa: ANN401 JSON of whatever the function returned
     """Return what *function* returns in a child; the arguments are those of `start_call`.
 

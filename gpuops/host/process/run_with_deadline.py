@@ -1,4 +1,4 @@
-"""Run a program with input and a deadline from a process with threads; and abandoned probes.
+"""Run a program with input and a deadline from a process with threads.
 
 It is started with ``posix_spawn``, because a fork of a process with threads may deadlock. It gets
 its own session, and its process group is killed at the end, even if it ended in time.
@@ -6,71 +6,11 @@ its own session, and its process group is killed at the end, even if it ended in
 
 import contextlib
 import os
-import re
 import select
 import signal
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from gpuops.host.process.inspect import process_state
-from gpuops.host.procfs import Process, processes
-
-# The kernel keeps 15 bytes of a name.
-_NAME = re.compile(r"gpuops:[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, slots=True)
-class AbandonedProcess:
-    """A child of `probe` that still runs; ``age_s`` since its start."""
-
-    pid: int
-    state: str
-    age_s: float
-
-
-def name_of(question: str) -> str:
-    """Return the process name of a child for *question*."""
-    return f"gpuops:{zlib.crc32(os.fsencode(question)):08x}"
-
-
-def is_probe(process: Process) -> bool:
-    """Return whether *process* has the name of a child of `probe`."""
-    return _NAME.fullmatch(process.name) is not None
-
-
-def abandoned(
-    *, uid: int | None = None, now_s: float | None = None
-) -> Mapping[str, AbandonedProcess]:
-    """Return by name the oldest of the probe children of *uid* (default: our own).
-
-    *now_s* is since boot. They include children of a run in progress; callers judge by their age.
-    """
-    uid = os.geteuid() if uid is None else uid
-    now_s = time.clock_gettime(time.CLOCK_BOOTTIME) if now_s is None else now_s
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    found: dict[str, AbandonedProcess] = {}
-    for process in processes():
-        if not is_probe(process) or _owner(process.pid) != uid:
-            continue
-        # Its main thread may have ended while another is inside the kernel.
-        now = process_state(process.pid)
-        if now is None or now.ended:
-            continue
-        child = AbandonedProcess(process.pid, now.state, now_s - process.start_ticks / ticks_per_s)
-        if process.name not in found or found[process.name].age_s < child.age_s:
-            found[process.name] = child
-    return found
-
-
-def _owner(pid: int) -> int | None:
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return None
-
 
 BYTES_MAX = 2**18
 # After SIGKILL a process ends at once, unless it is inside the kernel: then it is abandoned.

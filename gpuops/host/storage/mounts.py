@@ -3,13 +3,13 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import AbandonedProcess, abandoned
+from gpuops.host.process.abandoned import AbandonedProbes, abandoned
 from gpuops.host.procfs import read_text
 
 NETWORK_FILESYSTEMS = frozenset(
@@ -213,7 +213,7 @@ def read_filesystems(
     budget_s: float,
     *,
     statvfs: Statvfs = os.statvfs,
-    left: Mapping[str, AbandonedProcess] | None = None,
+    left: AbandonedProbes | None = None,
 ) -> Filesystems:
     """Return the results of all mounts, read in parallel, within *budget_s* seconds.
 
@@ -279,6 +279,6 @@ def _answer(mount: Mount, outcome: probe.ProbeOutcome, wanted: dict[str, bool]) 
         space=Space(**body["space"]) if "space" in body else None,
         error=body.get("error"),
         silent=silent,
-        stuck=outcome.ending is probe.ProbeEnd.HUNG or outcome.state == "D",
+        stuck=outcome.stuck,
         writable_in_fstab=wanted.get(mount.point),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import ask, find
 from gpuops.host.trust import entries_of, text_of
 
@@ -145,7 +146,7 @@ def _asked(tool: Path, drive: NvmeDrive, left_s: float) -> NvmeDrive:
         return replace(drive, trouble="no time was left to read it")
     argv: list[Path | str] = [tool, "smart-log", "-o", "json", f"/dev/{drive.name}"]
     try:
-        answer = ask(argv, min(_ONE_S, left_s), unless_stuck=True)
+        answer = ask(argv, min(_ONE_S, left_s), left=abandoned())
     except ProbeError as exc:
         return replace(drive, trouble=str(exc))
     if answer.exit_code != 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
-from gpuops.host.process.run_with_deadline import abandoned
+from gpuops.host.process.abandoned import abandoned
 
 ASKED_MAX = 64
 _MARGIN_S = 0.1
@@ -40,7 +40,7 @@ class Writes:
 def read_writes(root: Path, budget_s: float, paths: Sequence[str]) -> Writes:
     """Return the results of writing in *paths* below *root*, in parallel, within *budget_s*."""
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
-    left, asked = abandoned() if paths else {}, {}
+    left, asked = abandoned(), {}
     for path in paths[:ASKED_MAX]:
         child = probe.start_call(
             _question(root / path.lstrip("/")),
@@ -100,5 +100,5 @@ def _answer(path: str, outcome: probe.ProbeOutcome) -> WriteAnswer:
         elapsed_s=outcome.elapsed_s,
         error=error,
         silent=silent,
-        stuck=outcome.ending is probe.ProbeEnd.HUNG or outcome.state == "D",
+        stuck=outcome.stuck,
     )

@@ -1,10 +1,12 @@
 """The verdicts on load and on processes that stay inside the kernel."""
 
+import os
+
 import pytest
 from support.checks import CASE, limit, said
 
 from gpuops.checks.host.load import Parameters, judge, without_probes
-from gpuops.host.process.run_with_deadline import name_of
+from gpuops.host.process.abandoned import AbandonedProbes, name_of
 from gpuops.host.procfs import Load, Process
 
 LIMITS = Parameters(per_cpu=limit(warn=1, fail=50), blocked=limit(warn=1, fail=8))
@@ -50,10 +52,15 @@ def test_stuck_processes_are_counted_and_the_first_are_named():
 
 
 def test_our_own_hung_children_are_not_counted_as_stuck():
-    ours = Process(7, name_of("mount /data"), "D", 1)
-    theirs = Process(8, "gpuops:train", "D", 1)
+    """Those of this run and those on record; a name, which any process can have, counts not."""
+    child = Process(os.getpid(), name_of("mount /data"), "D", 1)
+    recorded = Process(2**22 + 7, "anything", "D", 1)
+    named = Process(2**22 + 8, name_of("mount /data"), "D", 1)
+    left = AbandonedProbes(pids=frozenset({recorded.pid}))
 
-    assert without_probes(Load(0.0, 0.0, 0.0, 4, (ours, theirs))).blocked == (theirs,)
+    found = without_probes(Load(0.0, 0.0, 0.0, 4, (child, recorded, named)), os.getppid(), left)
+
+    assert found.blocked == (named,)
 
 
 def test_many_stuck_processes_fail_as_hung_tasks():

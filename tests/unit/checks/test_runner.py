@@ -18,6 +18,7 @@ from gpuops.checks.core.runner import RunContext, run_suite
 from gpuops.checks.core.suite import PlannedCheck, Suite
 from gpuops.errors import ProbeError
 from gpuops.host.clock import SystemClock
+from gpuops.host.process.abandoned import AbandonedProbes
 from gpuops.host.process.probe import STOP_S
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
@@ -75,7 +76,9 @@ def run(*checks, deadline_s=20.0, policy=SHIPPED_POLICY, **terms):
         planned=checks,
         path=Path("test.toml"),
     )
-    return run_suite(suite, ProbeContext(), RunContext(CASE, **terms), SystemClock(), left={})
+    return run_suite(
+        suite, ProbeContext(), RunContext(CASE, **terms), SystemClock(), left=AbandonedProbes()
+    )
 
 
 def raising(error):

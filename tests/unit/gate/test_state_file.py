@@ -33,6 +33,7 @@ from gpuops.host.node_state import (
     Repair,
     Strikes,
 )
+from gpuops.host.process.abandoned import AbandonedProbes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
@@ -120,7 +121,7 @@ def test_whatever_stands_for_the_state_is_a_state_or_a_reason(body):
 
 def remembered(tmp_path, root=None, deadline_s=30.0):
     root = root or FakeRoot(tmp_path / "root").write("proc/uptime", "4000.5 1.0\n")
-    return load_state(tmp_path, root.path, UID, {}, deadline_s=deadline_s)
+    return load_state(tmp_path, root.path, UID, AbandonedProbes(), deadline_s=deadline_s)
 
 
 def test_a_node_without_a_file_knows_its_boot_and_complains_of_nothing(tmp_path):
@@ -179,7 +180,7 @@ def test_the_file_of_a_later_gpuops_is_left_alone(tmp_path):
     with pytest.raises(NewerStateError):
         change_state(tmp_path, UID, lambda _state: STATE)
     assert state_path(tmp_path).read_text() == text
-    assert "version 2" in save_state(tmp_path, UID, lambda _state: STATE, {})()
+    assert "version 2" in save_state(tmp_path, UID, lambda _state: STATE, AbandonedProbes())()
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a file away")
@@ -248,7 +249,7 @@ def test_a_write_that_nothing_can_end_costs_little_more_than_its_half_second(tmp
 
     def is_within_the_bound():
         started = time.monotonic()
-        trouble = save_state(tmp_path, UID, deaf, {})()
+        trouble = save_state(tmp_path, UID, deaf, AbandonedProbes())()
         took_s = time.monotonic() - started
         assert "gave no answer in " in trouble
         return took_s < node_state.SAVE_S + 0.4
@@ -282,7 +283,9 @@ def test_a_lock_that_is_held_is_not_waited_for_long(tmp_path):
 
     def is_within_the_deadline():
         started = time.monotonic()
-        trouble = save_state(tmp_path, UID, lambda _state: NodeState(), {}, deadline_s=30)()
+        trouble = save_state(
+            tmp_path, UID, lambda _state: NodeState(), AbandonedProbes(), deadline_s=30
+        )()
         took_s = time.monotonic() - started
         assert "node.lock is locked by another for 0.3 s" in trouble
         return took_s < node_state.SAVE_S
@@ -306,4 +309,7 @@ def test_nothing_is_written_where_nothing_changed(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
 
-    assert "File exists" in save_state(tmp_path / "file", UID, lambda _state: STATE, {})()
+    assert (
+        "File exists"
+        in save_state(tmp_path / "file", UID, lambda _state: STATE, AbandonedProbes())()
+    )

@@ -11,6 +11,7 @@ import pytest
 from support.runs import is_alive, wait_until
 
 from gpuops.errors import ProbeError
+from gpuops.host.process.abandoned import abandoned
 from gpuops.host.process.command import ask, find, spawn_detached
 from gpuops.host.procfs import process
 
@@ -106,21 +107,36 @@ def test_a_program_inside_the_kernel_is_told_from_one_that_is_slow():
     assert "state D" in answer.ending
 
 
-def test_while_one_is_stuck_inside_the_kernel_no_other_like_it_is_started():
+@pytest.fixture
+def in_the_kernel():
+    """A process in state D that was started with arguments of ours; not by us."""
     argv = [sys.executable, "-c", IN_THE_KERNEL]
     first = subprocess.Popen(argv, start_new_session=True)
-    try:
-        # Without a child state D is only the wait for a disk.
-        wait_until(lambda: children(first.pid) and process(first.pid).state == "D", what="state D")
-        answer = ask(argv, 60, unless_stuck=True)
-        other = ask([SHELL, "-c", "echo fine"], 60, unless_stuck=True)
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
+    # Without a child state D is only the wait for a disk.
+    wait_until(lambda: children(first.pid) and process(first.pid).state == "D", what="state D")
+    yield argv, first.pid
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+
+
+def test_while_one_is_stuck_inside_the_kernel_no_other_like_it_is_started(in_the_kernel, tmp_path):
+    argv, pid = in_the_kernel
+    folder = tmp_path / "gpuops" / "abandoned"
+    abandoned(folder).record("\0".join(["command", *argv]), pid)
+    answer = ask(argv, 60, left=abandoned(folder))
+    other = ask([SHELL, "-c", "echo fine"], 60, left=abandoned(folder))
 
     assert (answer.timed_out, answer.stuck, answer.elapsed_s) == (True, True, 0.0)
-    assert answer.ending == f"is stuck inside the kernel since an earlier run (pid {first.pid})"
+    assert answer.ending == f"is stuck inside the kernel since an earlier run (pid {pid})"
     assert other.output == "fine\n"
+
+
+def test_the_same_arguments_of_somebody_else_stop_no_program(in_the_kernel, tmp_path):
+    """Anyone can start ``su`` with our arguments and keep it inside the kernel."""
+    argv, _ = in_the_kernel
+    answer = ask(argv, 1.0, left=abandoned(tmp_path / "gpuops" / "abandoned"))
+
+    assert answer.elapsed_s > 0
 
 
 def test_a_program_whose_asker_was_killed_ends_soon_too(tmp_path):

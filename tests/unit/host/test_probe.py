@@ -1,5 +1,6 @@
 """A probe ends, is ended or is abandoned; nothing waits for it without a bound."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,9 +20,9 @@ from support.runs import wait_until
 
 from gpuops.errors import ProbeError
 from gpuops.host.process import probe
+from gpuops.host.process.abandoned import abandoned, name_of
 from gpuops.host.process.inspect import process_state
 from gpuops.host.process.probe import ProbeEnd, ProbeOutcome
-from gpuops.host.process.run_with_deadline import abandoned, name_of
 from gpuops.host.storage.mounts import read_filesystems
 
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
@@ -160,16 +161,17 @@ def loses_its_main_thread():
     ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 
 
-def test_a_child_whose_main_thread_has_ended_is_not_taken_for_one_that_has():
+def test_a_child_whose_main_thread_has_ended_is_not_taken_for_one_that_has(records):
     child = probe.start_call(
         loses_its_main_thread,
         deadline_s=BEGUN_S,
         question="gpu",
+        left=abandoned(records),
         signaller=lambda _pid, _number: None,
     )
     try:
         outcome = probe.run(child)
-        left = left_after(0)[name_of("gpu")]
+        left = abandoned(records).find("gpu")
 
         assert (outcome.ending, outcome.state) == (ProbeEnd.HUNG, "S")
         assert (left.pid, left.state) == (child.pid, "S")
@@ -200,32 +202,60 @@ def test_a_child_that_did_not_end_and_has_not_said_all_gave_no_answer(output):
 
 
 @pytest.fixture
-def left_behind():
-    """A child that no signal of ours reaches: stopped, it stands in for one in state D."""
-    child = probe.start_call(
-        stops_itself, deadline_s=0.1, question="mount /dead", signaller=lambda _pid, _number: None
-    )
-    assert probe.run(child).ending is ProbeEnd.HUNG
-    wait_until(lambda: process_state(child.pid).state == "T", what="its stop")
-    yield child.pid
-    probe.signal_group(child.pid, signal.SIGKILL)
-    os.waitpid(child.pid, 0)
+def records(tmp_path):
+    return tmp_path / "gpuops" / "abandoned"
 
 
-def left_after(seconds):
-    return abandoned(now_s=time.clock_gettime(time.CLOCK_BOOTTIME) + seconds)
+def enters_the_kernel():
+    """Whoever calls vfork(2) waits in state D until its child ends."""
+    libc = ctypes.CDLL(None)
+    libc.vfork()
+    libc.sleep(1000)
+
+
+def waits_outside_the_kernel():
+    time.sleep(1000)
+
+
+@contextlib.contextmanager
+def left_by(function, question, left, *, in_kernel=True):
+    """Leave a child behind that does *function*, once it is in its state."""
+    child = probe.start_call(function, deadline_s=60, question=question, left=left)
+    try:
+        wait_until(lambda: process_state(child.pid).state == ("D" if in_kernel else "S"))
+        child.leave()
+        yield child.pid
+    finally:
+        probe.signal_group(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+
+
+@pytest.fixture
+def left_behind(records):
+    with left_by(enters_the_kernel, "mount /dead", abandoned(records)) as pid:
+        yield pid
+
+
+def left_after(records, seconds):
+    return abandoned(records, now_s=time.clock_gettime(time.CLOCK_BOOTTIME) + seconds)
 
 
 def must_not_run():
     raise AssertionError("another child was started")
 
 
-def test_a_child_left_behind_is_reported_again_and_no_other_is_started(left_behind):
-    outcome = call(must_not_run, deadline_s=1.0, question="mount /dead", left=left_after(300))
+def asked_again(question, left):
+    return probe.answer(call(lambda: 1, question=question, left=left))
 
-    assert (outcome.ending, outcome.pid, outcome.state) == (ProbeEnd.HUNG, left_behind, "T")
+
+def test_a_child_left_behind_is_reported_again_and_no_other_is_started(left_behind, records):
+    left = left_after(records, 300)
+    outcome = call(must_not_run, deadline_s=1.0, question="mount /dead", left=left)
+
+    assert (outcome.ending, outcome.pid, outcome.state) == (ProbeEnd.HUNG, left_behind, "D")
+    assert outcome.stuck
     assert re.match(
-        rf"gave no answer in 30\d\.\d s \(pid {left_behind}, state T.*\), and could not be killed",
+        rf"gave no answer in 30\d\.\d s \(pid {left_behind}, state D.*\), and could not be killed",
         outcome.describe(),
     )
     with pytest.raises(ProbeError, match="gave no answer in 30") as caught:
@@ -233,39 +263,90 @@ def test_a_child_left_behind_is_reported_again_and_no_other_is_started(left_behi
     assert caught.value.reason == "timeout"
 
 
-def test_another_question_is_asked_though_a_child_was_left_behind(left_behind):
-    assert probe.answer(call(lambda: 1, question="mount /alive", left=left_after(300))) == 1
+def test_another_question_is_asked_though_a_child_was_left_behind(left_behind, records):
+    assert asked_again("mount /alive", left_after(records, 300)) == 1
 
 
-def test_a_child_that_may_still_answer_another_run_is_not_taken_for_hung(left_behind):
-    assert probe.answer(call(lambda: 1, question="mount /dead", left=left_after(0))) == 1
+def test_a_child_that_may_still_answer_another_run_is_not_taken_for_hung(left_behind, records):
+    assert asked_again("mount /dead", left_after(records, 0)) == 1
 
 
-def test_a_child_of_another_user_is_nobody_we_left_behind(left_behind):
-    assert name_of("mount /dead") in left_after(0)
-    assert abandoned(uid=os.geteuid() + 1) == {}
+def test_a_name_proves_nothing(left_behind, records, tmp_path):
+    """Any user can start ``su`` under a name of ours; only our record makes a left-over."""
+    assert Path(f"/proc/{left_behind}/comm").read_text() == name_of("mount /dead") + "\n"
+    assert asked_again("mount /dead", left_after(tmp_path / "other" / "abandoned", 300)) == 1
 
 
-def test_filesystems_of_a_dead_mount_leave_one_child_however_often_they_are_asked(tmp_path):
-    """Each run's child stops; the second run finds the first one's and asks nobody."""
+def test_a_child_outside_the_kernel_convicts_nobody(records):
+    """On a busy machine it takes a while until a killed process is gone."""
+    with left_by(waits_outside_the_kernel, "mount /", abandoned(records), in_kernel=False) as pid:
+        left = left_after(records, 300)
+
+        assert left.find("mount /").pid == pid
+        assert asked_again("mount /", left) == 1
+
+
+def test_a_question_with_the_name_of_another_is_another(records):
+    """A name has 32 bits, and users choose mount points: the questions are told apart in full."""
+    one, other = "mount / /home/c50963c80102", "mount / /home/d3f504638284"
+    assert name_of(one) == name_of(other)
+    with left_by(enters_the_kernel, one, abandoned(records)):
+        assert asked_again(other, left_after(records, 300)) == 1
+
+
+@pytest.mark.parametrize("content", ["{boot} 1", "other {start}", "{boot}", "\xff", ""])
+def test_a_record_of_another_process_is_removed(left_behind, records, content):
+    (path,) = records.iterdir()
+    boot, start = path.read_text().split()
+    path.write_text(content.format(boot=boot, start=start))
+
+    assert left_after(records, 300).find("mount /dead") is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_records_in_a_folder_that_others_can_write_are_not_read(left_behind, records, folder):
+    (records / folder).resolve().chmod(0o777)
+
+    assert left_after(records, 300).find("mount /dead") is None
+    with left_by(enters_the_kernel, "mount /new", abandoned(records)):
+        assert len(list(records.iterdir())) == 1
+
+
+def test_a_child_that_ends_after_all_is_forgotten(records):
+    outcome = call(refuses_to_end, deadline_s=BEGUN_S, question="q", left=abandoned(records))
+
+    assert outcome.ending is ProbeEnd.TIMEOUT
+    assert list(records.iterdir()) == []
+
+
+def test_a_child_that_goes_on_by_itself_is_on_record(records):
+    child = probe.start_call(
+        waits_outside_the_kernel, deadline_s=60, question="record", left=abandoned(records)
+    )
+    try:
+        assert probe.within(child, 0.01) is None
+        assert abandoned(records).find("record").pid == child.pid
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+    assert abandoned(records).find("record") is None
+
+
+def test_filesystems_of_a_dead_mount_leave_one_child_however_often_they_are_asked(
+    tmp_path, records
+):
+    """The second run finds the first one's child and asks nobody."""
     root = FakeRoot(tmp_path)
     root.mounts("25 1 0:50 / /dead rw - nfs4 filer:/x rw")
     question = f"mount {tmp_path} /dead filer:/x"
-    child = probe.start_call(
-        stops_itself, deadline_s=0.1, question=question, signaller=lambda _pid, _number: None
-    )
-    probe.run(child)
-    wait_until(lambda: process_state(child.pid).state == "T", what="its stop")
-    try:
+    with left_by(enters_the_kernel, question, abandoned(records)) as pid:
         found = read_filesystems(
-            tmp_path, 0.7, statvfs=lambda _path: must_not_run(), left=left_after(300)
+            tmp_path, 0.7, statvfs=lambda _path: must_not_run(), left=left_after(records, 300)
         )
-    finally:
-        probe.signal_group(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
 
     (answer,) = found.answers
-    assert f"pid {child.pid}, state T" in answer.silent
+    assert f"pid {pid}, state D" in answer.silent
     assert answer.stuck
 
 

@@ -40,6 +40,7 @@ class FailureClass(StrEnum):
     STORAGE_NO_SPACE = "storage.no_space"
     STORAGE_READ_ONLY = "storage.read_only"
     STORAGE_SHARED_FS = "storage.shared_fs"
+    STORAGE_REQUIRED_MOUNT = "storage.required_mount"
     STORAGE_IO_ERROR = "storage.io_error"
     CHECKPOINT_POISONED = "checkpoint.poisoned"
     CHECKPOINT_DIR_TAKEN = "checkpoint.dir_taken"

@@ -1,20 +1,30 @@
 """Are there free space and inodes, and can the disks still be written?"""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject
-from gpuops.host.storage.mounts import Filesystems, MountAnswer, Space, read_filesystems
+from gpuops.checks.core.profile import Profile
+from gpuops.host.storage.mounts import (
+    Filesystems,
+    MountAnswer,
+    MountSelection,
+    Space,
+    is_ignored,
+    read_filesystems,
+)
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_bytes
 
 PROBE = Probe(
     "filesystems",
     Filesystems,
-    lambda machine, budget_s: read_filesystems(machine.root, budget_s),
+    lambda machine, budget_s: read_filesystems(
+        machine.root, budget_s, [MountSelection.parse(text) for text in machine.inputs]
+    ),
     sources=("/proc/self/mountinfo", "statvfs(2) of each mount"),
 )
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # A medium that cannot be written is not a fault, whatever the mount's own flag says.
 _NEVER_WRITABLE = frozenset({"cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"})
 
@@ -31,16 +41,21 @@ class Parameters:
 def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each mount with a problem, else one for the fullest.
 
-    `mount_alive` judges mounts that do not respond. Mounts that another machine serves warn at
-    most: their space is not this node's.
+    `mount_alive` judges mounts that do not respond. Three kinds warn at most: mounts that another
+    machine serves, as their space is not this node's; file systems in memory (``/dev/shm``), which
+    any user may fill; and users' own mounts.
     """
+    required = required_mounts(context.profile)
     answers = not_ignored(facts.answers, parameters.ignore)
-    findings = [_read_only(item) for item in answers if _should_be_writable(item)]
+    findings = [_read_only(item, required) for item in answers if _should_be_writable(item)]
     tightest: tuple[float, Finding] | None = None
     for item in answers:
         if item.space is None or "ro" in item.mount.options:
             continue
-        for percent, finding in _free(item, item.space, parameters):
+        is_the_nodes = _is_the_nodes(item, required)
+        for percent, found in _free(item, item.space, parameters):
+            worst = Status.FAIL if is_the_nodes else Status.WARN
+            finding = replace(found, status=min(found.status, worst))
             if finding.status is not Status.PASS:
                 findings.append(finding)
             if tightest is None or percent < tightest[0]:
@@ -58,9 +73,15 @@ def not_ignored(answers: Iterable[MountAnswer], patterns: tuple[str, ...]) -> li
     return [item for item in answers if not is_ignored(item.mount.point, patterns)]
 
 
-def is_ignored(point: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a suite excludes the mount point *point*."""
-    return any(fnmatchcase(point, pattern) for pattern in patterns)
+def required_mounts(profile: Profile) -> tuple[str, ...]:
+    """Return the mount points that *profile* requires."""
+    points = () if profile.mounts is None else profile.mounts.value
+    return tuple(point.rstrip("/") or "/" for point in points)
+
+
+def selection(ignore: tuple[str, ...], profile: Profile) -> tuple[str, ...]:
+    """Return the input of `PROBE` for a check that ignores the mount points *ignore*."""
+    return (MountSelection(ignore=ignore, required=required_mounts(profile)).text(),)
 
 
 def _should_be_writable(answer: MountAnswer) -> bool:
@@ -70,7 +91,7 @@ def _should_be_writable(answer: MountAnswer) -> bool:
     return mount.turned_read_only or answer.writable_in_fstab is True
 
 
-def _read_only(answer: MountAnswer) -> Finding:
+def _read_only(answer: MountAnswer, required: Collection[str]) -> Finding:
     mount = answer.mount
     why = (
         "the kernel has stopped writing to it, as it does after an error (see the kernel log)"
@@ -80,7 +101,14 @@ def _read_only(answer: MountAnswer) -> Finding:
     source = "kernel (mountinfo)" if mount.turned_read_only else "/etc/fstab"
     text = f"{mount.source} ({mount.filesystem}) is read-only: {why}"
     subject = Subject("disk_space", _entity(answer), FailureClass.STORAGE_READ_ONLY)
-    return subject.compared(Status.FAIL, "read-only", "read-write", source, text)
+    status = Status.WARN if answer.is_a_users(required) else Status.FAIL
+    return subject.compared(status, "read-only", "read-write", source, text)
+
+
+def _is_the_nodes(answer: MountAnswer, required: Collection[str]) -> bool:
+    mount = answer.mount
+    in_memory = mount.filesystem in _IN_MEMORY
+    return not (mount.is_network or in_memory or answer.is_a_users(required))
 
 
 def _free(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tuple[float, Finding]]:
@@ -98,12 +126,9 @@ def _free(answer: MountAnswer, space: Space, parameters: Parameters) -> list[tup
 
 
 def _finding(answer: MountAnswer, percent: float, limit: CheckLimit, message: str) -> Finding:
-    status = limit.floor(percent)
-    if answer.mount.is_network:
-        status = min(status, Status.WARN)
     subject = Subject("disk_space", _entity(answer), FailureClass.STORAGE_NO_SPACE, "%")
     shown, threshold = round(percent, 1), limit.text(">", "%")
-    return subject.compared(status, shown, threshold, limit.source, message)
+    return subject.compared(limit.floor(percent), shown, threshold, limit.source, message)
 
 
 def _entity(answer: MountAnswer) -> Entity:
@@ -116,4 +141,5 @@ CHECK = Check(
     probe=PROBE,
     parameters=Parameters,
     judge=judge,
+    inputs=lambda parameters, profile: selection(parameters.ignore, profile),
 )

@@ -1,11 +1,11 @@
 """Does every mount respond? A dead file server blocks jobs inside the kernel."""
 
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Subject, not_judged
-from gpuops.checks.storage.disk_space import PROBE, not_ignored
-from gpuops.host.storage.mounts import Filesystems, MountAnswer
+from gpuops.checks.storage.disk_space import PROBE, not_ignored, required_mounts, selection
+from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 from gpuops.units import format_seconds
 
@@ -14,6 +14,8 @@ from gpuops.units import format_seconds
 _DEAD = frozenset(
     {"EHOSTDOWN", "EHOSTUNREACH", "EIO", "ENODEV", "ENOTCONN", "ESHUTDOWN", "ESTALE", "ETIMEDOUT"}
 )
+
+_SHARED = frozenset({FailureClass.STORAGE_REQUIRED_MOUNT, FailureClass.STORAGE_SHARED_FS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +30,15 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
     """Return a finding for each mount that is dead, silent or slow, else one for the slowest.
 
     A timeout fails only if the process was stuck inside the kernel: a busy machine may not have
-    scheduled it. A FUSE mount that neither fstab nor the profile names may be any user's own, and
-    only warns if it is dead.
+    scheduled it. A FUSE mount that may be any user's own (`Mount.is_a_users`) warns at most. A
+    network mount that the profile requires has a failure class of its own, which drains the node.
     """
     answers = not_ignored(facts.answers, parameters.ignore)
-    mounts = context.profile.mounts
-    expected = frozenset(mounts.value if mounts is not None else ())
+    required = required_mounts(context.profile)
     findings = [
-        found for item in answers if (found := _problem(item, parameters, expected)) is not None
+        _at_most_a_warning(found) if item.is_a_users(required) else found
+        for item in answers
+        if (found := _problem(item, parameters, required)) is not None
     ]
     if facts.not_asked:
         text = f"{facts.not_asked} more mounts were not checked: too many"
@@ -51,19 +54,18 @@ def judge(facts: Filesystems, parameters: Parameters, context: JudgeContext) -> 
 
 
 def _problem(
-    answer: MountAnswer, parameters: Parameters, expected: AbstractSet[str]
+    answer: MountAnswer, parameters: Parameters, required: Collection[str]
 ) -> Finding | None:
     mount, entity = answer.mount, Entity(EntityKind.MOUNT, answer.mount.point)
-    what = f"{mount.source} ({mount.filesystem})"
+    what, kind = f"{mount.source} ({mount.filesystem})", _mount_class(mount, required)
     if answer.silent is not None and answer.stuck:
-        return _finding(entity, Status.FAIL, f"{what} {answer.silent}", mount_class(answer))
+        return _finding(entity, Status.FAIL, f"{what} {answer.silent}", kind)
     if answer.silent is not None:
         text = f"{what} {answer.silent}"
         return not_judged("mount_alive", entity, text, UnknownReason.TIMEOUT)
     if answer.error in _DEAD:
         text = f"{what}: statvfs failed with {answer.error}"
-        status = Status.WARN if _is_a_users(answer, expected) else Status.FAIL
-        return _finding(entity, status, text, mount_class(answer))
+        return _finding(entity, Status.FAIL, text, kind)
     status = parameters.answer_s.ceiling(answer.elapsed_s)
     if answer.space is not None and status is not Status.PASS:
         took = format_seconds(answer.elapsed_s)
@@ -71,21 +73,23 @@ def _problem(
     return None
 
 
-def _is_a_users(answer: MountAnswer, expected: AbstractSet[str]) -> bool:
-    named = answer.writable_in_fstab is not None or answer.mount.point in expected
-    return answer.mount.filesystem.startswith("fuse.") and not named
+def _at_most_a_warning(finding: Finding) -> Finding:
+    status = min(finding.status, Status.WARN)
+    return replace(finding, status=status, unknown_reason=None, shared_cause=False)
 
 
-def mount_class(answer: MountAnswer) -> FailureClass:
+def _mount_class(mount: Mount, required: Collection[str] = ()) -> FailureClass:
     """Return the failure class of a dead mount: the file server's or a disk's."""
-    if answer.mount.is_network:
-        return FailureClass.STORAGE_SHARED_FS
-    return FailureClass.HOST_DISK
+    if not mount.is_network:
+        return FailureClass.HOST_DISK
+    if mount.point in required:
+        return FailureClass.STORAGE_REQUIRED_MOUNT
+    return FailureClass.STORAGE_SHARED_FS
 
 
 def _timed(entity: Entity, answer: MountAnswer, parameters: Parameters, message: str) -> Finding:
-    is_shared = answer.mount.is_network
-    subject = Subject("mount_alive", entity, mount_class(answer), unit="s", shared_cause=is_shared)
+    kind, is_shared = _mount_class(answer.mount), answer.mount.is_network
+    subject = Subject("mount_alive", entity, kind, unit="s", shared_cause=is_shared)
     return subject.below(parameters.answer_s, answer.elapsed_s, message, digits=3, unit="s")
 
 
@@ -99,7 +103,7 @@ def _finding(
         message=message,
         source=None if failure_class is None else "kernel (statvfs)",
         failure_class=failure_class,
-        shared_cause=status is Status.FAIL and failure_class is FailureClass.STORAGE_SHARED_FS,
+        shared_cause=status is Status.FAIL and failure_class in _SHARED,
     )
 
 
@@ -109,4 +113,5 @@ CHECK = Check(
     probe=PROBE,
     parameters=Parameters,
     judge=judge,
+    inputs=lambda parameters, profile: selection(parameters.ignore, profile),
 )

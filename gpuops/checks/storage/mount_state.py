@@ -6,8 +6,7 @@
 from dataclasses import dataclass
 
 from gpuops.checks.core.check import Check, JudgeContext, Probe, Subject
-from gpuops.checks.storage.disk_space import is_ignored
-from gpuops.host.storage.mounts import MountTable, read_mount_table
+from gpuops.host.storage.mounts import MountTable, is_ignored, read_mount_table
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.node_state import boot_id
 from gpuops.host.process.inspect import process_state
 from gpuops.host.procfs import process
 from gpuops.host.trust import atomic_write, entries_of, is_ours, text_of, why_not_ours
@@ -67,7 +66,7 @@ class AbandonedProbes:
             if why_not_ours(folder, private=True) is not None:
                 return
         with suppress(OSError):
-            text = f"{boot_id()} {found.start_ticks}\n"
+            text = f"{_boot()} {found.start_ticks}\n"
             atomic_write(self.folder / f"{_key(question)}.{pid}", text.encode(), 0o600)
 
     def forget(self, question: str, pid: int) -> None:
@@ -94,7 +93,7 @@ def abandoned(folder: Path | None = None, *, now_s: float | None = None) -> Aban
     if not (is_ours(folder.parent) and is_ours(folder)):
         return AbandonedProbes(folder)
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME) if now_s is None else now_s
-    ticks_per_s, boot = os.sysconf("SC_CLK_TCK"), boot_id()
+    ticks_per_s, boot = os.sysconf("SC_CLK_TCK"), _boot()
     found: dict[str, AbandonedProcess] = {}
     pids = set()
     for path in entries_of(folder):
@@ -112,6 +111,10 @@ def abandoned(folder: Path | None = None, *, now_s: float | None = None) -> Aban
         if key not in found or found[key].age_s < child.age_s:
             found[key] = child
     return AbandonedProbes(folder, found, frozenset(pids))
+
+
+def _boot() -> str:
+    return text_of(Path("/proc/sys/kernel/random/boot_id")) or "unknown"
 
 
 def _start_ticks(path: Path, pid: int, boot: str) -> int | None:

@@ -1,10 +1,12 @@
 """Mounted file systems, those that fstab(5) lists, and their free space."""
 
 import errno
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from gpuops.errors import ProbeError
@@ -28,6 +30,7 @@ NETWORK_FILESYSTEMS = frozenset(
         "wekafs",
     }
 )
+_FUSE = ("fuse", "fuseblk")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -52,6 +55,20 @@ class Mount:
     def is_network(self) -> bool:
         """Return whether another machine serves it: POSIX locks and mmap are unreliable."""
         return self.filesystem in NETWORK_FILESYSTEMS or self.filesystem.startswith("fuse.")
+
+    def is_a_users(self, in_fstab: bool, required: Collection[str]) -> bool:
+        """Return whether it may be a user's own FUSE mount, which the user's program serves.
+
+        It is not if it is among the *required* mount points, or root mounted it and it is
+        *in_fstab*. ``user_id`` is the user who mounted it, by the kernel (mount.fuse(8)); it proves
+        nothing for root, as not all of them have it.
+        """
+        if self.filesystem not in _FUSE and not self.filesystem.startswith("fuse."):
+            return False
+        if self.point in required:
+            return False
+        users = [text for text in self.options if text.startswith("user_id=")]
+        return not in_fstab or any(text != "user_id=0" for text in users)
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
@@ -142,6 +159,8 @@ def wanted_at_boot(text: str) -> tuple[str, ...]:
 
 
 ASKED_MAX = 512
+# A user may mount 1000 (mount_max of fuse.conf), and each that never answers keeps a process.
+USERS_ASKED_MAX = 32
 _MARGIN_S = 0.1
 _LOCAL = frozenset({"bcachefs", "btrfs", "overlay", "tmpfs", "zfs"})
 
@@ -175,13 +194,63 @@ class MountAnswer:
     stuck: bool = False
     writable_in_fstab: bool | None = None
 
+    def is_a_users(self, required: Collection[str]) -> bool:
+        """Return whether it may be a user's own mount; see `Mount.is_a_users`."""
+        return self.mount.is_a_users(self.writable_in_fstab is not None, required)
+
 
 @dataclass(frozen=True, slots=True)
 class Filesystems:
-    """The results of the mounts, and how many exceeded `ASKED_MAX`."""
+    """The results of the mounts, and how many exceeded `ASKED_MAX` or `USERS_ASKED_MAX`."""
 
     answers: tuple[MountAnswer, ...]
     not_asked: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountSelection:
+    """Which mounts a check wants: patterns of mount points to ``ignore``, and those ``required``.
+
+    Its text is an input of the probe, which checks with different selections share.
+    """
+
+    ignore: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return it as one input of a probe."""
+        return json.dumps({"ignore": self.ignore, "required": self.required})
+
+    @classmethod
+    def parse(cls, text: str) -> "MountSelection":
+        """Return the selection that `text` made."""
+        body = json.loads(text)
+        return cls(ignore=tuple(body["ignore"]), required=tuple(body["required"]))
+
+
+def is_ignored(point: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of *patterns* excludes the mount point *point*."""
+    return any(fnmatchcase(point, pattern) for pattern in patterns)
+
+
+def _wanted(mounts: Iterable[Mount], selections: Sequence[MountSelection]) -> list[Mount]:
+    """Return *mounts* without those that every selection ignores."""
+    return [
+        mount
+        for mount in mounts
+        if not selections
+        or any(not is_ignored(mount.point, selection.ignore) for selection in selections)
+    ]
+
+
+def _asked(
+    mounts: Iterable[Mount], in_fstab: Collection[str], required: Collection[str]
+) -> list[Mount]:
+    """Return the mounts to ask, those of users last."""
+    users = [mount for mount in mounts if mount.is_a_users(mount.point in in_fstab, required)]
+    others = [mount for mount in mounts if mount not in users]
+    others.sort(key=lambda mount: mount.point not in required)
+    return [*others[:ASKED_MAX], *users[:USERS_ASKED_MAX]]
 
 
 def real_filesystems(mounts: Iterable[Mount]) -> list[Mount]:
@@ -211,20 +280,24 @@ def parse_fstab(text: str) -> dict[str, bool]:
 def read_filesystems(
     root: Path,
     budget_s: float,
+    selections: Sequence[MountSelection] = (),
     *,
     statvfs: Statvfs = os.statvfs,
     left: AbandonedProbes | None = None,
 ) -> Filesystems:
     """Return the results of all mounts, read in parallel, within *budget_s* seconds.
 
+    Mounts that all *selections* ignore are left out. Users' own are asked last, and a few only.
     *left* are children that earlier runs abandoned; default: those of this machine.
     """
-    mounts, wanted = real_filesystems(read_mounts(root)), _fstab(root)
+    mounts, wanted = real_filesystems(_wanted(read_mounts(root), selections)), _fstab(root)
+    required = {point for selection in selections for point in selection.required}
+    asked = _asked(mounts, wanted, required)
     deadline_s = max(budget_s - probe.STOP_S - _MARGIN_S, 0.1)
     children: dict[int, Mount] = {}
     left = abandoned() if left is None else left
     started = []
-    for mount in mounts[:ASKED_MAX]:
+    for mount in asked:
         child = probe.start_call(
             _question(root, mount, statvfs),
             deadline_s=deadline_s,
@@ -237,7 +310,7 @@ def read_filesystems(
         _answer(children[child.pid], outcome, wanted) for child, outcome in probe.watch(started)
     ]
     answers.sort(key=lambda answer: answer.mount.point)
-    return Filesystems(tuple(answers), max(len(mounts) - ASKED_MAX, 0))
+    return Filesystems(tuple(answers), len(mounts) - len(asked))
 
 
 def _fstab(root: Path) -> dict[str, bool]:

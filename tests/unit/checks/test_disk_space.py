@@ -55,6 +55,20 @@ def test_the_space_of_a_file_server_never_fails_this_node():
     assert findings(answer("/home", space=0, fs="nfs4")) == [("/home", "warn", "storage.no_space")]
 
 
+def test_a_file_system_in_memory_that_a_user_filled_never_fails_this_node():
+    found = findings(answer("/dev/shm", space=0, inodes=0, fs="tmpfs"))
+
+    assert found == [("/dev/shm", "warn", "storage.no_space")] * 2
+
+
+@pytest.mark.parametrize("fs", ["fuse", "fuseblk", "fuse.x"])
+def test_a_users_mount_that_claims_to_be_full_and_read_only_warns(fs):
+    """The user's program answers statvfs(3), and names a disk as the source."""
+    found = findings(answer("/home/u/m", space=0, fs=fs), answer("/b", turned=True, fs=fs))
+
+    assert {status for _, status, _ in found} == {"warn"}
+
+
 def test_a_file_system_that_the_kernel_stopped_writing_fails():
     assert findings(answer("/", turned=True)) == [("/", "fail", "storage.read_only")]
 

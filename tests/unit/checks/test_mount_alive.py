@@ -7,8 +7,13 @@ from support.checks import CASE, limit, said
 
 from gpuops.checks.core.profile import NO_PROFILE, TextExpectation
 from gpuops.checks.storage.mount_alive import Parameters, judge
+from gpuops.gate.policy import find_drain_causes
 from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer, Space
+from gpuops.incident.runbook import load_runbooks
+from gpuops.resources import data_dir
+from gpuops.store.fuse import CauseKind
 
+ACTIONS = {kind: page.action for kind, page in load_runbooks(data_dir("runbooks")).items()}
 LIMITS = Parameters(answer_s=limit(warn=2), ignore=("/ignored",))
 SPACE = Space(1, 1, 1, 1)
 
@@ -43,14 +48,58 @@ def test_an_error_that_means_a_dead_server_fails(error):
     assert findings(answer(error=error)) == [("/home", "fail", "storage.shared_fs")]
 
 
-def test_a_dead_fuse_mount_may_be_a_users_own_unless_it_is_expected():
-    dead = answer("/scratch", fs="fuse.sshfs", error="ENOTCONN")
-    profile = replace(NO_PROFILE, mounts=TextExpectation(value=("/scratch",), source="us"))
-    (profiled,) = judge(Filesystems((dead,)), LIMITS, replace(CASE, profile=profile))
+REQUIRING = replace(
+    CASE,
+    profile=replace(NO_PROFILE, mounts=TextExpectation(value=("/scratch/",), source="us")),
+)
+DEAD = [
+    {"error": "ENOTCONN"},
+    {"silent": "gave no answer in 5.0 s (pid 7, state D)", "stuck": True},
+    {"silent": "gave no answer in 5.0 s (pid 7)"},
+]
 
-    assert findings(dead) == [("/scratch", "warn", "storage.shared_fs")]
+
+def fuse(fs="fuse.sshfs", user=1000, **kwargs):
+    found = answer("/scratch", fs=fs, **kwargs)
+    options = frozenset({"rw", f"user_id={user}"})
+    return replace(found, mount=replace(found.mount, options=options))
+
+
+@pytest.mark.parametrize("fs", ["fuse.sshfs", "fuse", "fuseblk"])
+@pytest.mark.parametrize("how", DEAD)
+def test_a_users_mount_warns_at_most(fs, how):
+    """Named by the user's program, in fstab too: only the profile says that a node needs it."""
+    for mount in (fuse(fs, **how), fuse(fs, **how, writable_in_fstab=True)):
+        (finding,) = judge(Filesystems((mount,)), LIMITS, CASE)
+
+        assert (finding.entity.id, finding.status.word) == ("/scratch", "warn")
+        assert not finding.shared_cause
+        assert finding.unknown_reason is None
+
+
+def test_a_fuse_mount_of_root_counts_if_fstab_names_it():
+    dead = fuse(user=0, error="ENOTCONN")
+
+    assert findings(dead)[0][1] == "warn"
     assert findings(replace(dead, writable_in_fstab=True))[0][1] == "fail"
-    assert profiled.status.word == "fail"
+
+
+@pytest.mark.parametrize(("fs", "user"), [("nfs4", 0), ("fuse.gcsfuse", 0), ("fuse.gcsfuse", 990)])
+@pytest.mark.parametrize("how", DEAD[:2])
+def test_a_dead_mount_that_the_profile_requires_drains_as_a_shared_cause(fs, user, how):
+    (finding,) = judge(Filesystems((fuse(fs, user, **how),)), LIMITS, REQUIRING)
+    (cause,) = find_drain_causes([finding], ACTIONS)
+
+    assert said([finding]) == [("/scratch", "fail", "storage.required_mount")]
+    assert cause.kind is CauseKind.SHARED
+
+
+@pytest.mark.parametrize("how", DEAD[:2])
+def test_a_dead_network_mount_that_no_profile_requires_drains_nothing(how):
+    found = judge(Filesystems((answer("/home", **how),)), LIMITS, REQUIRING)
+
+    assert said(found) == [("/home", "fail", "storage.shared_fs")]
+    assert find_drain_causes(found, ACTIONS) == []
 
 
 def test_a_dead_local_disk_is_the_disks_failure():

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
 from gpuops.host.storage.mounts import (
+    USERS_ASKED_MAX,
     Mount,
+    MountSelection,
     parse_fstab,
     parse_mountinfo,
     read_filesystems,
@@ -115,3 +117,43 @@ def test_fstab_is_held_against_the_mount(tmp_path):
 
     assert answer.writable_in_fstab is True
     assert answer.mount == Mount("/", "ext4", "/dev/sda1", frozenset({"rw"}), device="8:1")
+
+
+def asked(tmp_path, lines, *selections):
+    """Return which of the mounts in *lines* were asked, and how many more there are."""
+    FakeRoot(tmp_path).mounts(*lines)
+    found = read_filesystems(tmp_path, 30.0, selections, statvfs=lambda _path: os.statvfs("/"))
+    return [item.mount.point for item in found.answers], found.not_asked
+
+
+def test_a_mount_that_every_check_ignores_is_never_asked(tmp_path):
+    """Hundreds of them, one process each, would cost the verdict."""
+    tmpfs = [f"{n} 25 0:{n} / /run/user/{n} rw - tmpfs tmpfs rw" for n in range(100, 900)]
+    one = MountSelection.parse(MountSelection(ignore=("/run/*",)).text())
+    other = MountSelection(ignore=("/run/user/*", "/home"))
+
+    assert asked(tmp_path, [ROOT, HOME, *tmpfs], one, other) == (["/", "/home"], 0)
+
+
+def test_users_mounts_are_asked_last_and_a_few_only(tmp_path):
+    fuse = "- fuse.x /dev/sda1 rw,user_id=1000"
+    users = [f"{n} 25 0:{n} / /a/{n} rw {fuse}" for n in range(100, 900)]
+    disks = [f"{n} 25 9:{n} / /long/name/{n} rw - ext4 /dev/md{n} rw" for n in range(20)]
+    points, not_asked = asked(tmp_path, [ROOT, *users, *disks])
+
+    assert {"/", *(f"/long/name/{n}" for n in range(20))} <= set(points)
+    assert len(points) == 21 + USERS_ASKED_MAX
+    assert not_asked == 800 - USERS_ASKED_MAX
+
+
+def test_a_mount_that_the_profile_requires_is_asked_though_a_user_could_have_made_it(tmp_path):
+    fuse = "- fuse.x x rw,user_id=990"
+    users = [f"{n} 25 0:{n} / /a/{n} rw {fuse}" for n in range(100, 200)]
+    points, _ = asked(
+        tmp_path,
+        [*users, f"900 25 0:900 / /zz rw {fuse}"],
+        MountSelection(required=("/zz",)),
+    )
+
+    assert "/zz" in points
+    assert len(points) == 1 + USERS_ASKED_MAX

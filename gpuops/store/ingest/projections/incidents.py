@@ -64,6 +64,7 @@ _NO_STRIKE = frozenset(
         FailureClass.HOST_LEFTOVERS,
         FailureClass.SITE_CHECK,
         FailureClass.STORAGE_NO_SPACE,
+        FailureClass.STORAGE_REQUIRED_MOUNT,
         FailureClass.STORAGE_SHARED_FS,
         FailureClass.TOOL,
     }

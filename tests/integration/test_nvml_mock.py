@@ -521,6 +521,18 @@ def test_a_gpu_whose_calls_crash_is_found_by_asking_each_alone(ask, call):
     assert (bad.index, bad.crash, bad.uuid) == (1, "SIGSEGV", known)
 
 
+@pytest.mark.soak
+def test_a_gpu_that_hangs_beside_one_that_crashes_is_told_from_it_in_time(ask):
+    broken = "crash 1 nvmlDeviceGetPowerUsage\nblock 2 nvmlDeviceGetPowerUsage"
+    started = time.monotonic()
+    snapshot = ask(f"{shape('h100', 3)}\n{broken}", HANG_S)
+
+    assert time.monotonic() - started < HANG_S + SLACK_S
+    assert [gpu.crash for gpu in snapshot.gpus] == [None, "SIGSEGV", None]
+    assert [gpu.hung_call for gpu in snapshot.gpus] == [None, None, "nvmlDeviceGetPowerUsage"]
+    assert (snapshot.gpus[2].uuid, snapshot.state) == (UUIDS[2], "D")
+
+
 @pytest.mark.parametrize("name", ["h100", "a100", "b200"])
 def test_eight_gpus_at_100_ms_a_call_are_told_whole_in_under_three_seconds(ask, name):
     whole = ask(shape(name)).gpus

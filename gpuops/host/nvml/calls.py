@@ -29,7 +29,7 @@ _REMAPPED = tuple(
     f"remapped.{name}" for name in ("correctable", "uncorrectable", "pending", "failure")
 )
 # With less time another sample could look like a call that hangs.
-_SAMPLE_LEAST_S = 1.0
+_SAMPLE_LEAST_S = 0.5
 _INFOROM = "nvmlDeviceValidateInforom"
 _PROCESSES = {
     "compute": "nvmlDeviceGetComputeRunningProcesses",

@@ -104,8 +104,10 @@ def _ask_each(crashed: NvmlSnapshot, ends_s: float, root: Path) -> NvmlSnapshot:
     dead = [index for index in indices if answers[index].crash is not None]
     if len(dead) == len(answers):
         return crashed
-    named = [replace(alone[index], groups=(identity,)) for index in dead]
-    names = dict(zip(dead, _ask(named, ends_s, root), strict=True))
+    names: dict[int, NvmlSnapshot] = {}
+    if ends_s - time.monotonic() >= _AGAIN_LEAST_S:
+        named = [replace(alone[index], groups=(identity,)) for index in dead]
+        names = dict(zip(dead, _ask(named, ends_s, root), strict=True))
     gpus = tuple(_gpu_alone(index, answers[index], names.get(index)) for index in indices)
     hung = next((gpu for gpu in gpus if gpu.hung_call is not None), None)
     return replace(

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from gpuops.checks.core.profile import NumberExpectation
 from gpuops.checks.core.suite import load_suite, parse_suite
 from gpuops.errors import ConfigError, UsageError
 from gpuops.model import Status, UnknownReason
@@ -129,6 +130,11 @@ def test_the_number_of_gpus_comes_from_the_settings_where_they_have_one():
 
     assert (gpu_count.parameters.expected, gpu_count.parameters.source) == (8, "flag")
     assert suite.expecting_gpus(None, "default") is suite
+    assert suite.gpus_expected is None
+    assert suite.expecting_gpus(8, "flag").gpus_expected == NumberExpectation(
+        value=8, source="flag"
+    )
+    assert suite.expecting_gpus(8, "flag").only(["gpu_driver"]).gpus_expected is None
 
 
 def written(folder, **suites):

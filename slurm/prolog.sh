@@ -21,9 +21,11 @@ verdict="$VERDICTS/prolog.${nonce:?}"
 	exec "$2" slurm prolog --verdict "$3"
 ' sh "$HOOK_ENV" "$GPUOPS" "$verdict" >&2
 ended=$?
-if [ "$ended" -eq 1 ] && [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then
-	code=1
-elif [ "$ended" -ne 0 ]; then
+# 124 and 137: gpuops took too long. A verdict that it had written by then counts.
+case "$ended" in
+1 | 124 | 137) if [ -f "$verdict" ] && [ "$(/bin/cat "$verdict")" = refuse ]; then code=1; fi ;;
+esac
+if [ "$code" -eq 0 ] && [ "$ended" -ne 0 ]; then
 	# slurmd shows nothing of a hook that fails no job: a gate out of order would never be noticed.
 	/usr/bin/timeout --signal=KILL 0.5 "$LOGGER" -p daemon.err -t gpuops \
 		"prolog: gpuops ended with $ended and judged nothing; see: gpuops config validate"

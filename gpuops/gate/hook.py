@@ -7,10 +7,10 @@ drains a node whose hook fails; a helper in its own session writes the reason
 Findings about left-over processes name their job, by the cgroup that slurmstepd made for it
 (cgroup.conf(5), ``proctrack/cgroup``); elsewhere only the user is known. No process is ended.
 
-The verdict file: what a hook of Slurm needs in addition to exit code 1 before it fails. Python
-itself exits 1 if an import fails, so that the exit code alone would drain every node with a broken
-environment. The hook passes a path with a new random number; only a command that reached its own
-verdict in this very invocation writes that file.
+The verdict file: what a hook of Slurm needs in addition to exit code 1, or to the end of its time,
+before it fails. Python itself exits 1 if an import fails, so that the exit code alone would drain
+every node with a broken environment. The hook passes a path with a new random number; only a
+command that reached its own verdict in this very invocation writes that file.
 """
 
 import os

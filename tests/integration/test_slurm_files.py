@@ -78,8 +78,8 @@ def run(script, *shell):
         "kill -9 $$",
         "trap '' TERM; exec sleep 60",
         'echo refuse >"$4"; exit 70',
-        'echo refuse >"$4"; kill -9 $$',
-        'echo refuse >"$4"; exec sleep 60',
+        "exec sleep 60",
+        'echo refuses >"$4"; exec sleep 60',
         'echo refuses >"$4"; exit 1',
         'echo refuse >"$4.other"; exit 1',
         'mkdir "$4"; exit 1',
@@ -93,8 +93,13 @@ def test_a_hook_fails_for_nothing_that_may_go_wrong(tmp_path, name, body):
 
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])
-def test_a_hook_fails_with_exit_code_1_and_the_verdict_that_it_named(tmp_path, name):
-    script = hook_with(tmp_path, name, 'echo refuse >"$4"; exit 1')
+@pytest.mark.parametrize(
+    "end", ["exit 1", "exec sleep 60", "trap '' TERM; exec sleep 60", "kill -9 $$"]
+)
+def test_a_hook_fails_with_the_verdict_that_it_named_though_gpuops_takes_too_long(
+    tmp_path, name, end
+):
+    script = hook_with(tmp_path, name, f'echo refuse >"$4"; {end}')
 
     assert run(script).returncode == 1
     assert list((tmp_path / "verdicts").iterdir()) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gpuops.cli.options import json_option, settings_of, store_option
+from gpuops.cli.options import json_option, settings_of, store_option, terminal_width
 from gpuops.config.resolve import environ
 from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock
@@ -155,7 +155,8 @@ def list_incidents(
             body = {"incidents": [item.to_json() for item in found], "notes": list(opened.notes)}
             click.echo(json.dumps(envelope("gpuops.incidents/1", body), indent=2))
             return
-        click.echo(incident_list(found) if found else "no incidents on record")
+        width = terminal_width()
+        click.echo(incident_list(found, width=width) if found else "no incidents on record")
         print_notes(opened)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +60,11 @@ class OutputFile(click.Path):
             kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
             self.fail(f"{path} is {kind} and would be replaced; name a regular file", param, ctx)
         return path
+
+
+def terminal_width() -> int | None:
+    """Return the terminal's columns, None where the output goes elsewhere."""
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
 OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]

@@ -4,8 +4,6 @@ It imports neither torch nor SQLAlchemy: it runs before every job.
 """
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import click
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request, for_recording, read_recording
 from gpuops.cli.check.text import findings_table, nagios_line, suite_list
-from gpuops.cli.options import OutputFile, json_option, settings_of
+from gpuops.cli.options import OutputFile, json_option, settings_of, terminal_width
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.record import CheckOccasion, record_check_run, record_options
@@ -171,7 +169,7 @@ def _format_result(check_run: CheckRun, *, as_json: bool, as_jsonl: bool, nagios
         return json.dumps(envelope("gpuops.check/1", check_run.to_json()), indent=2)
     if as_jsonl:
         return _jsonl_summary(check_run)
-    return nagios_line(check_run) if nagios else findings_table(check_run, width=_width())
+    return nagios_line(check_run) if nagios else findings_table(check_run, width=terminal_width())
 
 
 def _record_result(
@@ -223,11 +221,6 @@ def _write_metrics(check_run: CheckRun, path: Path) -> str | None:
     except ProbeError as exc:
         problem = str(exc)
     return problem and f"gpuops: cannot write {path}: {problem}"
-
-
-def _width() -> int | None:
-    """Return the terminal's columns, None where the output goes elsewhere."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
 class _Output:

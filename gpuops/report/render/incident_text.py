@@ -58,8 +58,13 @@ def incident_block(incident: Incident, *, indent: int = 2, full: bool = False) -
     return lines
 
 
-def incident_list(incidents: Sequence[Incident]) -> str:
-    """Return two lines for each incident: sortable columns, and the title."""
+def incident_list(incidents: Sequence[Incident], *, width: int | None = None) -> str:
+    """Return two lines for each incident: sortable columns, and the title.
+
+    In less than `WIDTH` columns, its run and its cost are before the title.
+    """
+    columns = min(width or WIDTH, WIDTH)
+    is_narrow = columns < WIDTH
     rows = [
         (
             short_id(item.id),
@@ -71,8 +76,14 @@ def incident_list(incidents: Sequence[Incident]) -> str:
         )
         for item in incidents
     ]
-    table_lines = table(("id", "first seen", "state", "failure class", "", ""), rows).splitlines()
-    titles = [f"{' ' * 10}{truncate(item.title, WIDTH - 10)}" for item in incidents]
+    head = ("id", "first seen", "state", "failure class", "", "")
+    shown = [row[:4] if is_narrow else row for row in (head, *rows)]
+    table_lines = table(shown[0], shown[1:], width=columns).splitlines()
+    texts = [
+        f"{run}, {cost}: {item.title}" if is_narrow else item.title
+        for item, (*_, run, cost) in zip(incidents, rows, strict=True)
+    ]
+    titles = [f"{' ' * 10}{truncate(text, columns - 10)}" for text in texts]
     pairs = zip(table_lines[1:], titles, strict=True)
     return "\n".join([table_lines[0], *(line for pair in pairs for line in pair)])
 

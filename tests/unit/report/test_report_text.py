@@ -1,5 +1,6 @@
 """The report as people read it: the whole text of one, and the hard cases of its parts."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,6 +239,16 @@ def test_many_incidents_are_summed_up():
     text = report_text(break_down_run(run, rows, incidents))
 
     assert "and 4 more incidents" in text
+
+
+def test_a_list_of_incidents_fits_eighty_columns():
+    found = [incident_of(killed(0)), incident_of(killed(1), attempt=1)]
+    lines = incident_list(found, width=80).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 5
+    for line in lines[2::2]:
+        assert re.match(r" {10}(run \w+|no run), (lost .+|cost not known): \w", line)
 
 
 def test_the_list_has_two_lines_an_incident():

@@ -157,7 +157,7 @@ def install(*, only_print: bool, hooks_dir: Path, program: Path | None) -> int:
     except UsageError as exc:
         if not only_print:
             raise
-        click.echo(f"gpuops: warning: {printable(str(exc))}", err=True)
+        _print_line(f"gpuops: warning: {exc}")
     if only_print:
         for name, text in found.hooks.items():
             click.echo(f"# ---- {hooks_dir / name} (mode 755, root's) ----\n{text}")

@@ -266,6 +266,7 @@ def test_runbook_prints_a_page_plain_raw_and_as_json(call):
         "severity",
         "side",
         "action",
+        "returns",
         "title",
         "sources",
         "text",

@@ -10,6 +10,7 @@ from support.fuse_fleet import MemoryPermits
 from gpuops.errors import StoreUnreachableError
 from gpuops.model import FailureClass, IncidentState
 from gpuops.store import schema
+from gpuops.store.checks import check_runs
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
 from gpuops.store.fuse import CauseKind, FuseSettings
@@ -64,8 +65,8 @@ def incidents(url):
         return run_queries.incidents(connection)
 
 
-def fleet_of(url, count, *, last_seen_us=NOW_US):
-    """Have *count* nodes in the store that were last seen then."""
+def fleet_of(url, count, *, last_seen_us=NOW_US, uid=0):
+    """Have *count* nodes in the store that *uid* last checked then."""
     cluster_id = derived_id("cluster", "c1")
     rows = [
         {
@@ -80,6 +81,18 @@ def fleet_of(url, count, *, last_seen_us=NOW_US):
     with open_store(url, mode="write") as store, store.begin() as connection:
         connection.execute(insert(schema.clusters).values(id=cluster_id, name="c1"))
         connection.execute(insert(schema.nodes), rows)
+        run = {
+            "suite": "health",
+            "trigger": "health",
+            "start_us": last_seen_us,
+            "last_us": last_seen_us,
+            "runs": 1,
+            "status": "pass",
+            "origin_uid": uid,
+        }
+        connection.execute(
+            insert(check_runs), [{"id": row["id"], "node_id": row["id"], **run} for row in rows]
+        )
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,13 @@ def test_how_many_nodes_of_a_hundred_are_drained_for_one_check(url, kind, draine
     answers = [granted(url, f"f{n}", wanted(kind=kind), minute=n // 3) for n in range(15)]
 
     assert answers == [True] * drained + [False] * (15 - drained)
+
+
+def test_nodes_that_only_a_user_has_checked_are_no_part_of_the_fleet(url):
+    """One who invents nodes would raise the fuse and the cap."""
+    fleet_of(url, 250, uid=1000)
+
+    assert sum(granted(url, f"f{n}") for n in range(5)) == 3
 
 
 def test_nodes_that_were_not_seen_for_a_day_are_no_part_of_the_fleet(url):

@@ -1,8 +1,9 @@
 """Counts of the fleet, by which the fuse decides (`gpuops.store.permits`)."""
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, exists, func, select
 
 from gpuops.store import coordination, schema
+from gpuops.store.checks import check_runs
 from gpuops.store.fuse import HELD_S, SEEN_S
 from gpuops.units import US_PER_S
 
@@ -10,12 +11,16 @@ _DAY_US = 86_400 * US_PER_S
 
 
 def nodes_seen(connection: Connection, cluster: str, now_us: int) -> int:
-    """Return how many nodes of *cluster* have events of the last `SEEN_S`."""
-    node, since_us = schema.nodes.c, now_us - round(SEEN_S * US_PER_S)
+    """Return how many nodes of *cluster* root has checked in the last `SEEN_S`.
+
+    Events of users do not count: one who invents nodes would raise the fuse and the cap.
+    """
+    node, run, since_us = schema.nodes.c, check_runs.c, now_us - round(SEEN_S * US_PER_S)
+    is_checked = exists().where(run.node_id == node.id, run.last_us > since_us, run.origin_uid == 0)
     query = (
         select(func.count(node.hostname.distinct()))
         .join(schema.clusters, schema.clusters.c.id == node.cluster_id)
-        .where(schema.clusters.c.name == cluster, node.last_seen_us > since_us)
+        .where(schema.clusters.c.name == cluster, is_checked)
     )
     return int(connection.execute(query).scalar_one())
 

@@ -8,13 +8,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from gpuops.errors import ProbeError
-from gpuops.host.trust import reason_of
+from gpuops.host.trust import reason_of, text_of
 from gpuops.model import UnknownReason
 
 _MEMINFO = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _CPU = re.compile(r"^cpu\d+ ", re.MULTILINE)
 _BTIME = re.compile(r"^btime (\d+)$", re.MULTILINE)
 _CONFIRM_S = 0.2
+# Kernel functions and modules of clients (linux fs: nfs, smb, ceph, fuse, 9p, and net/sunrpc;
+# Lustre, GPFS, BeeGFS, WekaFS). Those of a server (nfsd_, svc_) wait for this node's own disks.
+_NETWORK_WAIT = re.compile(
+    r"\b(?:nfs[34]?_|__nfs|rpc_|__rpc_|xprt_|cifs_|smb2_|ceph_|fuse_|request_wait_answer|v9fs_|p9_)"
+    r"|\[(?:nfs|nfsv[34]|lustre|ptlrpc|lov|osc|mdc|obdclass|lnet|fuse|cifs|ceph|9p|beegfs|mmfs26"
+    r"|mmfslinux|wekafs\w*)\]"
+)
 # TASK_COMM_LEN of linux/sched.h without the final zero: the kernel truncates longer names.
 _NAME_MAX = 15
 
@@ -42,6 +49,7 @@ class Load:
     """Load averages over 1, 5 and 15 minutes, the CPUs, and processes stuck in the kernel.
 
     ``blocked`` are those in state D in two samples 0.2 s apart: ordinary disk waits are shorter.
+    ``on_network``: how many more wait for a network file system or a FUSE program.
     """
 
     load1: float
@@ -49,6 +57,7 @@ class Load:
     load15: float
     cpus: int
     blocked: tuple[Process, ...] = ()
+    on_network: int = 0
 
 
 def read_text(path: Path) -> str:
@@ -156,7 +165,14 @@ def read_load(root: Path = Path("/"), *, confirm_s: float = _CONFIRM_S) -> Load:
         time.sleep(confirm_s)
         again = set(_blocked(processes(root)))
         blocked = [process for process in blocked if process in again]
-    return Load(one, five, fifteen, cpus, tuple(blocked))
+    local = [process for process in blocked if not _waits_on_network(process.pid, root)]
+    return Load(one, five, fifteen, cpus, tuple(local), len(blocked) - len(local))
+
+
+def _waits_on_network(pid: int, root: Path) -> bool:
+    """Return whether *pid* waits for a server; ``stack`` is for root only, ``wchan`` for all."""
+    where = (text_of(root / f"proc/{pid}/{name}") or "" for name in ("wchan", "stack"))
+    return any(_NETWORK_WAIT.search(text) is not None for text in where)
 
 
 def _blocked(found: Sequence[Process]) -> list[Process]:

@@ -33,7 +33,10 @@ def without_probes(load: Load, run_pid: int, left: AbandonedProbes) -> Load:
 
 
 def judge(facts: Load, parameters: Parameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding about load and one about blocked processes."""
+    """Return one finding about load and one about blocked processes.
+
+    Those that wait for a network file system are only mentioned: `mount_alive` judges its mounts.
+    """
     return [
         _load(facts, parameters.per_cpu, context.node),
         _blocked(facts, parameters.blocked, context.node),
@@ -53,6 +56,8 @@ def _blocked(facts: Load, limit: CheckLimit, node: Entity) -> Finding:
     named = ", ".join(f"{item.name} ({item.pid})" for item in facts.blocked[:_NAMED_MAX])
     more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
     text = f"stuck inside the kernel: {named}{more}" if count else "none stuck in state D"
+    if facts.on_network:
+        text += f"; {facts.on_network} wait for a network file system (see mount_alive)"
     subject = Subject("load", node, FailureClass.HUNG_TASK, "processes")
     return subject.below(limit, count, text)
 

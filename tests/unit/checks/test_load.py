@@ -63,5 +63,12 @@ def test_our_own_hung_children_are_not_counted_as_stuck():
     assert found.blocked == (named,)
 
 
+def test_processes_that_wait_for_a_file_server_are_told_and_do_not_warn():
+    _, finding = judge(Load(0.0, 0.0, 0.0, 4, on_network=40), LIMITS, CASE)
+
+    assert (finding.status.word, finding.value) == ("pass", 0)
+    assert finding.message.endswith("; 40 wait for a network file system (see mount_alive)")
+
+
 def test_many_stuck_processes_fail_as_hung_tasks():
     assert said(judge(load(blocked=8), LIMITS, CASE))[1] == ("n1", "fail", "kernel.hung_task")

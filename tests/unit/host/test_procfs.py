@@ -76,6 +76,27 @@ def test_only_processes_that_stay_in_state_d_are_blocked(tmp_path):
     assert (load.load1, load.cpus) == (0.1, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "on_network"),
+    [
+        ("wchan", "rpc_wait_bit_killable", 1),
+        ("stack", "[<0>] folio_wait_bit+0x1/0x2\n[<0>] nfs_wb_folio+0x1/0x2 [nfs]\n", 1),
+        ("stack", "[<0>] cl_sync_io_wait+0x1/0x2 [obdclass]\n", 1),
+        ("stack", "[<0>] request_wait_answer+0x1/0x2\n", 1),
+        ("wchan", "0", 0),
+        ("stack", "[<0>] io_schedule+0x1/0x2\n[<0>] xfs_buf_iowait+0x1/0x2 [xfs]\n", 0),
+        ("stack", "[<0>] xfs_log_force+0x1/0x2 [xfs]\n[<0>] nfsd_commit+0x1/0x2 [nfsd]\n", 0),
+        ("stack", "[<0>] nv_open_device+0x1/0x2 [nvidia]\n", 0),
+    ],
+)
+def test_processes_that_wait_for_a_file_server_are_counted_apart(tmp_path, name, text, on_network):
+    root = FakeRoot(tmp_path).process(10, "python", "D").write(f"proc/10/{name}", text)
+
+    load = procfs.read_load(root.path, confirm_s=0)
+
+    assert (load.on_network, len(load.blocked)) == (on_network, 1 - on_network)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ProbeError, match="proc/meminfo: No such file") as caught:
         procfs.read_memory(tmp_path)

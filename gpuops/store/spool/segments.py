@@ -22,8 +22,6 @@ from gpuops.host.trust import why_not_ours
 from gpuops.store.spool.folders import ensure_folder, open_file, open_folder, replace_file
 from gpuops.store.spool.format import ORIGIN_PATTERN
 
-# The least size of a file on disk, so that many tiny segments count too.
-BLOCK_BYTES = 4096
 _OFFSET_BYTES_MAX = 256
 REJECTED_DIR = "rejected"
 _SEGMENT = re.compile(r"(\d{8})\.(open|ready)")
@@ -196,40 +194,10 @@ def remove_marks(records: Path, segments: Sequence[SpoolSegment]) -> None:
                 os.rmdir(origin, dir_fd=top)
 
 
-def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int, int]:
-    """Delete complete segments, oldest first, until *spool* is within its bounds.
-
-    Segments with a live writer stay. Returns the number of lines and of bytes dropped.
-    """
-    sized = [(segment, _size(segment)) for segment in find_segments(spool)]
-    total, count = sum(size for _, size in sized), len(sized)
-    lines = dropped = 0
-    for segment, size in sized:
-        if total <= bytes_max and count <= segments_max:
-            break
-        fd = open_segment(segment)
-        if fd is None:
-            continue
-        with os.fdopen(fd, "rb") as file:
-            if has_live_writer(segment, fd):
-                continue
-            lines += sum(1 for _ in file)
-            remove_segment(segment)
-        total, count, dropped = total - size, count - 1, dropped + size
-    return lines, dropped
-
-
 def modified_us(segment: SpoolSegment) -> int:
     """Return when *segment* was last written to, 0 if it is gone."""
     try:
         return segment.path.stat().st_mtime_ns // 1000
-    except OSError:
-        return 0
-
-
-def _size(segment: SpoolSegment) -> int:
-    try:
-        return max(segment.path.stat().st_size, BLOCK_BYTES)
     except OSError:
         return 0
 

@@ -17,7 +17,8 @@ from gpuops.host.clock import Clock
 from gpuops.model import Event, Severity
 from gpuops.store.events import lost_events_event
 from gpuops.store.spool.format import LineEncoder
-from gpuops.store.spool.segments import drop_oldest, ensure_own_directory, spool_error
+from gpuops.store.spool.rotate import drop_oldest
+from gpuops.store.spool.segments import ensure_own_directory, spool_error
 
 SEGMENT_BYTES = 4 * 2**20
 SEGMENT_S = 60

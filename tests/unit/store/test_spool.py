@@ -132,6 +132,42 @@ def test_above_its_bound_the_oldest_events_go_and_that_is_reported(tmp_path):
     assert f"its oldest {report.payload['dropped']} events" in report.payload["error"]
 
 
+def test_incidents_outlast_the_rest_of_a_full_spool(tmp_path):
+    teller = Teller()
+    for number in range(6):
+        spool = writer(tmp_path, bytes_max=10**9)
+        checks = [teller.event("check.ran", n=number, fill="x" * 50_000) for _ in range(10)]
+        spool.append([*checks[:5], teller.event("incident.recorded", n=number), *checks[5:]])
+        spool.close()
+    spool = writer(tmp_path, bytes_max=2 * 2**20)
+
+    spool.append(events(1))
+    spool.close()
+
+    found = [line.event for line in lines_in(tmp_path)]
+    kept = [event.payload["n"] for event in found if event.kind == "incident.recorded"]
+    (report,) = [event for event in found if event.payload.get("what") == "spool"]
+    assert sorted(kept) == list(range(6))
+    assert report.payload["dropped"] == 60 - sum(event.kind == "check.ran" for event in found)
+    assert sum(segment.path.stat().st_size for segment in find_segments(tmp_path)) <= 2 * 2**20
+
+
+def test_a_spool_full_of_incidents_is_bounded_too(tmp_path):
+    teller = Teller()
+    for number in range(6):
+        spool = writer(tmp_path, bytes_max=10**9)
+        spool.append([teller.event("incident.recorded", n=number, fill="x" * 100_000)] * 5)
+        spool.close()
+    spool = writer(tmp_path, bytes_max=2 * 2**20)
+
+    spool.append(events(1))
+    spool.close()
+
+    found = [line.event.payload["n"] for line in lines_in(tmp_path) if "fill" in line.event.payload]
+    assert sum(segment.path.stat().st_size for segment in find_segments(tmp_path)) <= 2 * 2**20
+    assert max(found) == 5
+
+
 def test_a_living_writers_segment_is_never_dropped(tmp_path):
     living = writer(tmp_path)
     living.append(events(10, size=100_000))

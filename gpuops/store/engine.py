@@ -35,6 +35,7 @@ from gpuops.store.backends import (
 )
 from gpuops.store.schema import REVISION, metadata
 from gpuops.store.sizes import TableSize, measure_tables
+from gpuops.store.views import create_views
 
 
 class SchemaFit(Enum):
@@ -235,6 +236,7 @@ def _create_tables(store: IncidentStore) -> tuple[SchemaFit, str | None]:
         if fit is not SchemaFit.EMPTY:
             return fit, revision
         metadata.create_all(connection)
+        create_views(connection)
         connection.execute(text(_VERSION_TABLE))
         version = {"revision": REVISION}
         connection.execute(text("INSERT INTO alembic_version VALUES (:revision)"), version)

@@ -1,7 +1,8 @@
 """Upgrade a store's schema to this version: ``gpuops db upgrade``.
 
 One upgrade at a time (an advisory lock on Postgres, the write lock on SQLite), in one transaction;
-a SQLite file with tables is copied first. New tables are filled from the stored events.
+a SQLite file with tables is copied first. New tables are filled from the stored events, and the
+views are made anew.
 """
 
 import sqlite3
@@ -26,6 +27,7 @@ from gpuops.store.engine import (
 )
 from gpuops.store.ingest.batch import rebuild_projections
 from gpuops.store.schema import REVISION
+from gpuops.store.views import create_views, drop_views
 
 UPGRADE_TIMEOUT_S = 300.0
 # An arbitrary constant that all versions of gpuops share ("gpuops" in ASCII).
@@ -72,7 +74,10 @@ def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
             if fit is not SchemaFit.CURRENT:
                 if store.is_sqlite and has_tables:
                     _back_up_sqlite(sqlite_path(store.url), found)
+                drop_views(connection)
                 command.upgrade(alembic_config(connection), revision)
+                if revision == "head":
+                    create_views(connection)
                 if has_tables and revision == "head":
                     rebuild_projections(connection)
     except CommandError as exc:

@@ -200,15 +200,19 @@ incidents = Table(
     Index(None, "culprit_kind", "culprit_id", "first_us"),
 )
 
-# Every culprit in any writer's report; the incident's body lists those that still apply.
+# Every culprit in any writer's report. It stands if the incident's account is the one that named
+# it last (`v_culprits`). ``node_id``: where it was, if the report says or its node wrote it.
 incident_culprits = Table(
     "incident_culprits",
     metadata,
     Column("incident_id", Key, ForeignKey("incidents.id"), nullable=False),
     Column("entity_kind", Key, nullable=False),
     Column("entity_id", Key, nullable=False),
+    Column("node_id", Key),
+    Column("account_key", Key, nullable=False),
     PrimaryKeyConstraint("incident_id", "entity_kind", "entity_id"),
     Index(None, "entity_kind", "entity_id"),
+    Index(None, "node_id"),
 )
 
 incident_attempts = Table(

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Select, Table, and_, func, select
 
 from gpuops.errors import UsageError
 from gpuops.host.node_state import FleetCount, Repair, Strikes
-from gpuops.model import Entity, EntityKind, Incident, IncidentState
+from gpuops.model import EntityKind, Incident, IncidentState
 from gpuops.store import schema
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
@@ -201,6 +201,8 @@ def _open_incidents(connection: Connection, name: str | None) -> dict[tuple[str,
         .join(schema.incident_culprits, culprit.incident_id == incident.id)
         .where(incident.state == IncidentState.OPEN.value)
         .where(culprit.entity_kind == EntityKind.NODE.value)
+        # A superseded snapshot may have named it.
+        .where(culprit.account_key == incident.account_key)
         .group_by(incident.cluster_id, culprit.entity_id)
     )
     if name is not None:
@@ -264,12 +266,11 @@ def incidents_of(connection: Connection, node_id: str, name: str, limit: int) ->
         .join(schema.nodes, schema.nodes.c.cluster_id == incident.cluster_id)
         .where(schema.nodes.c.id == node_id)
         .where(culprit.entity_kind == EntityKind.NODE.value, culprit.entity_id == name)
+        .where(culprit.account_key == incident.account_key)
         .order_by(incident.first_us.desc(), incident.id.desc())
         .limit(limit)
     )
-    found = [Incident.from_json(body) for body in connection.execute(query).scalars()]
-    # A superseded snapshot may have named it.
-    return [item for item in found if Entity(EntityKind.NODE, name) in item.culprits]
+    return [Incident.from_json(body) for body in connection.execute(query).scalars()]
 
 
 def list_findings(connection: Connection, node_id: str, *, since_us: int) -> tuple[FindingRow, ...]:

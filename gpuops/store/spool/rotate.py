@@ -87,7 +87,7 @@ def _replace(segment: SpoolSegment, lines: list[bytes], found: os.stat_result) -
             file.flush()
             os.fsync(file.fileno())
         os.utime(partial, ns=(found.st_atime_ns, found.st_mtime_ns))
-        (segment.directory / segment.offset_name).unlink(missing_ok=True)
+        segment.offset_path.unlink(missing_ok=True)
         partial.rename(segment.path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -46,7 +46,9 @@ INCIDENTS = MergeRule(
 )
 REVISIONS = MergeRule(table=schema.incident_revisions, key=("id",))
 CULPRITS = MergeRule(
-    table=schema.incident_culprits, key=("incident_id", "entity_kind", "entity_id")
+    table=schema.incident_culprits,
+    key=("incident_id", "entity_kind", "entity_id"),
+    best={"account_key": ("node_id",)},
 )
 STRIKES = MergeRule(
     table=schema.strikes,
@@ -102,7 +104,7 @@ def incident_recorded(envelope: EventEnvelope) -> list[ProjectedRow]:
         (INCIDENTS, incident_row(incident, body, envelope.cluster_id, rank)),
         (REVISIONS, _revision_row(incident, body, envelope)),
     ]
-    rows.extend((CULPRITS, row) for row in _culprit_rows(incident))
+    rows.extend((CULPRITS, row) for row in _culprit_rows(incident, envelope, rank))
     rows.extend((STRIKES, row) for row in _strike_rows(incident, envelope, rank))
     rows.extend(_attempt_rows(incident, envelope, rank))
     for item in incident.evidence:
@@ -183,10 +185,20 @@ def _revision_row(incident: Incident, body: Row, envelope: EventEnvelope) -> Row
     }
 
 
-def _culprit_rows(incident: Incident) -> Iterator[Row]:
+def _culprit_rows(incident: Incident, envelope: EventEnvelope, rank: str) -> Iterator[Row]:
+    named = [item.id for item in incident.culprits if item.kind is EntityKind.NODE]
+    # An agent reports about all nodes of its run, a check about its own.
+    others = named if incident.run_id else [envelope.event.node]
     for entity in incident.culprits:
         if len(entity.id) <= SHORT_TEXT_MAX:
-            yield _entity_columns(incident, entity)
+            where = [entity.id] if entity.kind is EntityKind.NODE else others
+            yield {
+                **_entity_columns(incident, entity),
+                "node_id": derived_id("node", envelope.cluster, where[0])
+                if len(where) == 1
+                else None,
+                "account_key": rank,
+            }
 
 
 def _strike_rows(incident: Incident, envelope: EventEnvelope, rank: str) -> Iterator[Row]:

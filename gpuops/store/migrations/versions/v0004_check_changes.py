@@ -1,7 +1,12 @@
-"""Check runs hold what changed; hourly samples. Their rows are filled from the events again."""
+"""Check runs hold what changed; hourly samples; culprits with their node and account.
+
+The rows of these tables are filled from the events again.
+"""
 
 import sqlalchemy as sa
 from alembic import op
+
+from gpuops.store.views import drop_views
 
 revision = "0004"
 down_revision = "0001"
@@ -10,7 +15,7 @@ _KEY = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 
 def upgrade() -> None:
-    """Replace the tables of check runs."""
+    """Replace the tables of check runs and of culprits."""
     op.drop_table("check_results")
     op.drop_table("check_runs")
     op.create_table(
@@ -43,6 +48,25 @@ def upgrade() -> None:
         sa.Column("sampled_key", _KEY, nullable=False),
         sa.PrimaryKeyConstraint("node_id", "suite", "hour_us"),
     )
+    _create_culprits(sa.Column("node_id", _KEY), sa.Column("account_key", _KEY, nullable=False))
+    op.create_index("ix_incident_culprits_node_id", "incident_culprits", ["node_id"])
+
+
+def _create_culprits(*columns: sa.Column[str]) -> None:
+    op.drop_table("incident_culprits")
+    op.create_table(
+        "incident_culprits",
+        sa.Column("incident_id", _KEY, sa.ForeignKey("incidents.id"), nullable=False),
+        sa.Column("entity_kind", _KEY, nullable=False),
+        sa.Column("entity_id", _KEY, nullable=False),
+        *columns,
+        sa.PrimaryKeyConstraint("incident_id", "entity_kind", "entity_id"),
+    )
+    op.create_index(
+        "ix_incident_culprits_entity_kind_entity_id",
+        "incident_culprits",
+        ["entity_kind", "entity_id"],
+    )
 
 
 def _create_results(status: str) -> None:
@@ -73,7 +97,9 @@ def _create_results(status: str) -> None:
 
 
 def downgrade() -> None:
-    """Make the tables of check runs as they were."""
+    """Make these tables as they were."""
+    drop_views(op.get_bind())
+    _create_culprits()
     op.drop_table("check_samples")
     op.drop_table("check_results")
     op.drop_table("check_runs")

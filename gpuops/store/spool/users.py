@@ -30,7 +30,9 @@ def make_user_spool(users_dir: Path, uid: int, *, node: str) -> str | None:
         return None
     try:
         with _open_users(users_dir) as users:
-            replace_file(users, _NODE, node.encode())
+            # Two prologs may do so at once; each writes the same.
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                replace_file(users, _NODE, node.encode())
             ensure_folder(users, str(uid))
             # Root's own only while it is new.
             with (

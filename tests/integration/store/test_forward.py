@@ -376,6 +376,19 @@ def test_a_user_gets_a_spool_that_only_they_write(machine):
     assert find_user_spools(machine.users) == [OTHER, USER]
 
 
+@pytest.mark.parametrize("error", [FileExistsError, FileNotFoundError])
+def test_prologs_at_once_each_make_their_spool(machine, monkeypatch, error):
+    """The other one makes, or has renamed, the draft with the node's name."""
+
+    def collide(*_):
+        raise error(2, "the other prolog was first")
+
+    monkeypatch.setattr("gpuops.store.spool.users.replace_file", collide)
+
+    assert make_user_spool(machine.users, OTHER, node="n1") is None
+    assert (machine.users / str(OTHER)).stat().st_uid == OTHER
+
+
 def test_where_no_users_dir_is_nothing_is_made(machine):
     assert make_user_spool(machine.base / "none", USER, node="n1") is None
     assert not (machine.base / "none").exists()

@@ -28,7 +28,7 @@ class Job:
         self.env = {"XDG_RUNTIME_DIR": str(tmp_path)}
         self.folder = standalone_folder(self.env, str(self.states))
         for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)
         lock = os.open(self.folder / "job.lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.process = start_or_adopt(self.folder)

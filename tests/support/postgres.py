@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import pytest
 
+from support.runs import is_alive, wait_until
 from support.services import unavailable
 
 FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
@@ -103,13 +104,16 @@ class PostgresServer:
         """End it as a crash does: SIGKILL for it and every one of its processes."""
         if self.process is None:
             return
+        pids = self._pids()  # its children are found by it, as long as it is there
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in self._pids():
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(timeout=60)
         self.process = None
+        # A process that waits for a disk dies later, and the next server does not start before.
+        wait_until(lambda: not any(map(is_alive, pids)), 60, "the end of postgres")
 
     def signal(self, number):
         """Send a signal to the server and every one of its processes."""

@@ -40,12 +40,17 @@ class History:
 
     def runs(self, node, trigger):
         """Return how many check runs of *trigger* the store knows."""
+        if not self.path.exists():
+            return 0
         query = (
             "SELECT coalesce(sum(runs), 0) FROM check_runs JOIN nodes ON nodes.id = node_id"
             " WHERE hostname = ? AND trigger = ?"
         )
         with sqlite3.connect(f"file:{self.path}?mode=ro", uri=True) as connection:
-            return connection.execute(query, (node, trigger)).fetchone()[0]
+            try:
+                return connection.execute(query, (node, trigger)).fetchone()[0]
+            except sqlite3.OperationalError:  # its tables are being made
+                return 0
 
     def wait(self, kind, node=None, **wanted):
         """Return the first event of *kind* whose payload has *wanted*."""

@@ -61,7 +61,7 @@ def test_every_shipped_suite_runs_checks_that_there_are_and_the_full_one_all(sui
 
     assert set(loaded.names) <= set(NAMES)
     assert suite != "full" or loaded.names == NAMES
-    assert suite in {"full", "health"} or "dcgm_diag" not in loaded.names
+    assert suite in {"full", "health", "diag"} or "dcgm_diag" not in loaded.names
     assert loaded.about
     assert "timeout" not in loaded.unknown
 

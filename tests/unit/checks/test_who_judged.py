@@ -46,7 +46,10 @@ def rows(*, failure=False, fail=1):
 
 def ecc(*, volatile=FIRST, **errors):
     parameters = gpu_ecc.Parameters(volatile=volatile, sram_aggregate=limit(fail=5))
-    return gpu_ecc.judge(node(changed(gpu(0), "ecc", **errors)), parameters, CASE)
+    # The driver requests an action: it has not contained them, and they fail.
+    return gpu_ecc.judge(
+        node(changed(gpu(0, recovery_action=1), "ecc", **errors)), parameters, CASE
+    )
 
 
 def memory(profile_bytes):

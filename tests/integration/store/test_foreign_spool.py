@@ -269,13 +269,13 @@ def test_a_mount_of_the_user_is_not_entered(machine):
     machine.lay()
     for number in (2, 3):
         machine.lay(number=number, origin=f"n1.00000000000{number}")
-    if os.fork() == 0:
+    if (pid := os.fork()) == 0:
         code = 1
         try:
             code = _forward_under_a_mount(machine)
         finally:
             os._exit(code)
-    _, status = os.wait()
+    _, status = os.waitpid(pid, 0)  # not a child that another test has left
     if os.waitstatus_to_exitcode(status) == 77:
         pytest.skip("no mounts here")
 

@@ -17,9 +17,10 @@ from gpuops.gate.policy import (
     next_drain_step,
     proves_healthy,
     replaceable_reasons,
+    return_refusal,
 )
 from gpuops.host.node_state import FleetCount
-from gpuops.model import ActionKind, FailureClass, Finding, Status, UnknownReason
+from gpuops.model import ActionKind, FailureClass, Finding, ReturnCondition, Status, UnknownReason
 from gpuops.slurm.scontrol import SlurmNode
 from gpuops.store.fuse import FuseSettings
 
@@ -264,3 +265,25 @@ def test_another_checks_failure_keeps_a_node_out():
     findings = [finding(Status.PASS), finding(kind=MISSING, check="gpu_count")]
 
     assert not proves_healthy(findings, "gpu_lost")
+
+
+@pytest.mark.parametrize(
+    ("condition", "diagnosed_us", "repaired_us", "returns"),
+    [
+        (ReturnCondition.CHECK, None, (), True),
+        (ReturnCondition.DIAG, None, (), False),
+        (ReturnCondition.DIAG, 99, (), False),  # before the drain
+        (ReturnCondition.DIAG, 101, (), True),
+        (ReturnCondition.BURNIN, 101, (), True),  # until there is a burn-in
+        (ReturnCondition.PERSON, 101, (), False),
+        (ReturnCondition.PERSON, None, (50, 101), True),
+        (ReturnCondition.PERSON, None, (50, 99), False),  # of an earlier fault
+        (ReturnCondition.DIAG, None, (99,), False),
+    ],
+)
+def test_what_lets_a_node_return_came_after_its_drain(
+    condition, diagnosed_us, repaired_us, returns
+):
+    refusal = return_refusal(condition, 100, diagnosed_us, repaired_us)
+
+    assert (refusal is None) == returns, refusal

@@ -84,7 +84,8 @@ def s3():
         yield server
 
 
-@pytest.fixture(params=["directory", "memory", "s3"])
+# S3's own behaviour, and its faults, are in tests/integration/test_object_store_faults.py.
+@pytest.fixture(params=["directory", "memory", pytest.param("s3", marks=pytest.mark.soak)])
 def kind(request, tmp_path):
     if request.param == "directory":
         return Directory(tmp_path / "not" / "yet" / "there")

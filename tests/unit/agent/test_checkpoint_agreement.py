@@ -331,7 +331,9 @@ def test_what_is_due_is_written_by_all_and_sealed_by_one():
     world.run_until(lambda w: w.mark().persisted == state)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [*range(25), *(pytest.param(n, marks=pytest.mark.soak) for n in range(25, 100))]
+)
 def test_nothing_wrong_is_agreed_on_whatever_is_lost(seed):
     world = started(2, 3, 4, seed=seed, step_s=0.1, p_corrupt=0.02)
     rng = world.rng

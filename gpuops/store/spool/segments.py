@@ -233,9 +233,9 @@ def measure_segments(segments: Sequence[SpoolSegment]) -> SpoolBacklog:
         if fd is None:
             continue
         try:
-            offset = read_offset(segment)
-            n_lines = count_lines(fd, offset)
             found = os.fstat(fd)
+            offset = read_offset(segment, found.st_ino)
+            n_lines = count_lines(fd, offset)
         finally:
             os.close(fd)
         if n_lines:
@@ -261,21 +261,25 @@ def store_tag(url: str) -> str:
     return hashlib.sha256(url.encode("utf-8")).hexdigest()[:16]
 
 
-def read_offset(segment: SpoolSegment, tag: str | None = None) -> int:
-    """Return the offset up to which the store called *tag* (None: any) has *segment*."""
+def read_offset(segment: SpoolSegment, inode: int, tag: str | None = None) -> int:
+    """Return the offset up to which the store called *tag* (None: any) has *segment*.
+
+    0 if it was written for a file other than *inode*: a full spool has dropped lines since.
+    """
     uid = os.geteuid()
     try:
         with open_folder(segment.records, segment.origin, uid=uid) as folder:
             fd = open_file(folder, segment.offset_name, uid=uid)
         with os.fdopen(fd, "rb") as file:
-            offset, found_tag = file.read(_OFFSET_BYTES_MAX).decode("ascii").split()
-        return int(offset) if tag in (None, found_tag) and int(offset) > 0 else 0
+            offset, found_tag, of = file.read(_OFFSET_BYTES_MAX).decode("ascii").split()
+        is_it = tag in (None, found_tag) and int(of) == inode
+        return int(offset) if is_it and int(offset) > 0 else 0
     except (OSError, ValueError):
         return 0  # nothing was sent, or it is unknown: sending again is harmless
 
 
-def write_offset(segment: SpoolSegment, offset: int, tag: str) -> None:
-    """Record that the store called *tag* has *segment* up to *offset*.
+def write_offset(segment: SpoolSegment, inode: int, offset: int, tag: str) -> None:
+    """Record that the store called *tag* has *segment*, the file *inode*, up to *offset*.
 
     Raises:
         OSError: It cannot be written; then it will be sent again.
@@ -285,4 +289,4 @@ def write_offset(segment: SpoolSegment, offset: int, tag: str) -> None:
         if segment.records != segment.spool:
             ensure_folder(records, segment.origin)
         with open_folder(segment.records, segment.origin, uid=uid) as folder:
-            replace_file(folder, segment.offset_name, f"{offset} {tag}\n".encode("ascii"))
+            replace_file(folder, segment.offset_name, f"{offset} {tag} {inode}\n".encode("ascii"))

@@ -88,6 +88,7 @@ class _Batch:
     pending: list[PendingLine] = field(default_factory=list)
     rejected: list[RejectedLine] = field(default_factory=list)
     marks: dict[SpoolSegment, int] = field(default_factory=dict)
+    inodes: dict[SpoolSegment, int] = field(default_factory=dict)
     done: list[SpoolSegment] = field(default_factory=list)
     size: int = 0
     descriptors: list[int] = field(default_factory=list)
@@ -150,12 +151,13 @@ class SpoolSender:
             return True
         self._batch.descriptors.append(fd)
         has_writer = has_live_writer(segment, fd)
-        uid = os.fstat(fd).st_uid
-        offset = read_offset(segment, self._tag)
+        file = os.fstat(fd)
+        offset = read_offset(segment, file.st_ino, self._tag)
         for entry in self._entries(segment, fd, offset, is_closed=not has_writer):
             self._batch.size += entry.end - offset
             offset = entry.end
-            self._add_entry(segment, entry, uid)
+            self._batch.inodes[segment] = file.st_ino
+            self._add_entry(segment, entry, file.st_uid)
             if self._batch.is_full and not self._commit_batch(keep_fd=fd):
                 return False
         if not has_writer:
@@ -281,7 +283,7 @@ class SpoolSender:
             if segment not in batch.done:
                 # Without the offset, lines are sent again, which is harmless.
                 with contextlib.suppress(OSError):
-                    write_offset(segment, offset, self._tag)
+                    write_offset(segment, batch.inodes[segment], offset, self._tag)
 
 
 FLUSH_DEADLINE_S = 10.0

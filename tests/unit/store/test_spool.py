@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ from gpuops.errors import SpoolError
 from gpuops.host.clock import FakeClock
 from gpuops.model import Severity
 from gpuops.store.spool.format import decode_line
-from gpuops.store.spool.segments import find_segments, has_live_writer, open_segment
+from gpuops.store.spool.rotate import drop_oldest
+from gpuops.store.spool.segments import (
+    find_segments,
+    has_live_writer,
+    open_segment,
+    read_offset,
+    write_offset,
+)
 from gpuops.store.spool.write import SEGMENT_BYTES, SpoolWriter
 
 
@@ -166,6 +174,27 @@ def test_a_spool_full_of_incidents_is_bounded_too(tmp_path):
     found = [line.event.payload["n"] for line in lines_in(tmp_path) if "fill" in line.event.payload]
     assert sum(segment.path.stat().st_size for segment in find_segments(tmp_path)) <= 2 * 2**20
     assert max(found) == 5
+
+
+def test_a_mark_of_before_lines_were_dropped_skips_none_of_the_rest(tmp_path):
+    """Root keeps the marks of a user's spool, whose writer cannot remove them."""
+    (spool := tmp_path / "1000").mkdir(mode=0o700)
+    (records := tmp_path / "records").mkdir(mode=0o700)
+    spooled = writer(spool)
+    spooled.append(events(100, size=200))
+    (segment,) = (replace(item, records=records) for item in find_segments(spool))
+    live = segment.path.stat()
+    write_offset(segment, live.st_ino, live.st_size, "tag")
+    assert read_offset(segment, live.st_ino, "tag") == live.st_size
+    spooled.append([Teller().event("incident.recorded")])
+    spooled.close()
+
+    drop_oldest(spool, bytes_max=8192, segments_max=5)
+
+    (segment,) = (replace(item, records=records) for item in find_segments(spool))
+    left = segment.path.stat()
+    assert 0 < left.st_size < live.st_size
+    assert read_offset(segment, left.st_ino, "tag") == 0
 
 
 def test_a_living_writers_segment_is_never_dropped(tmp_path):

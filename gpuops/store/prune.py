@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Table, and_, delete, exists, func, select, tuple_
 
 from gpuops.store import schema
 from gpuops.store.engine import IncidentStore
@@ -91,7 +91,7 @@ def count_prunable(connection: Connection, retention: Retention, now_us: int) ->
     counts = {}
     for pruned, before_us in _due(retention, now_us):
         query = select(func.count()).select_from(pruned.table)
-        count = connection.scalar(query.where(pruned.table.c[pruned.time_us] < before_us))
+        count = connection.scalar(query.where(_is_due(pruned, before_us)))
         if count:
             counts[pruned.table.name] = int(count)
     return counts
@@ -115,7 +115,7 @@ def _prune_step(
 ) -> dict[str, int] | None:
     """Delete the next rows; return how many of which table, or None if there are none."""
     key = list(pruned.table.primary_key.columns)
-    due = pruned.table.c[pruned.time_us] < before_us
+    due = _is_due(pruned, before_us)
     with store.begin() as connection:
         query = select(*key).where(due).limit(step_rows)
         keys = [tuple(row) for row in connection.execute(query)]
@@ -134,6 +134,20 @@ def _prune_step(
         rows[pruned.table.name] = connection.execute(statement).rowcount
     pause(max(time.monotonic() - start_s, _PAUSE_MIN_S))
     return rows
+
+
+def _is_due(pruned: _PrunedTable, before_us: int) -> ColumnElement[bool]:
+    due: ColumnElement[bool] = pruned.table.c[pruned.time_us] < before_us
+    if pruned.table is not schema.evidence:
+        return due
+    # A line of a log is kept once for all incidents that it is evidence of: the last one counts.
+    link, incident = schema.incident_evidence.c, schema.incidents.c
+    of_younger = exists().where(
+        link.evidence_id == schema.evidence.c.id,
+        incident.id == link.incident_id,
+        incident.first_us >= before_us,
+    )
+    return and_(due, ~of_younger)
 
 
 def _is_one_of(

@@ -5,12 +5,26 @@ from sqlalchemy import func, select
 from support.check_day import ROUND_S, START_US, SimulatedNode, send
 from support.stories import envelopes, story
 
+from gpuops.model import (
+    Confidence,
+    Event,
+    Evidence,
+    FailureClass,
+    Incident,
+    IncidentState,
+    Role,
+    Severity,
+    Side,
+    uuid7,
+)
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
+from gpuops.store.ingest.envelope import EventEnvelope
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.queries import node_queries, run_queries
 from gpuops.store.schema import metadata
+from gpuops.store.spool.format import SpoolLine
 
 DAY_US = 86_400 * 10**6
 ROUNDS = 40
@@ -125,3 +139,43 @@ def test_a_run_that_goes_on_is_not_deleted_by_when_it_began(store):
     deleted = prune(store, Retention(checks_days=1), START_US + DAY_US + 1, pause=lambda _s: None)
 
     assert "check_runs" not in deleted
+
+
+def incident(number, first_us):
+    """Return an incident of root's whose evidence is a line that each such fault writes."""
+    found = Incident(
+        id=f"inc{number}",
+        failure_class=FailureClass.GPU_FELL_OFF_BUS,
+        side=Side.INFRA,
+        confidence=Confidence.CONFIRMED,
+        state=IncidentState.OPEN,
+        title="of a test",
+        first_us=first_us,
+        detected_us=first_us,
+        evidence=(Evidence(role=Role.ROOT, text="GPU has fallen off the bus"),),
+    )
+    event = Event(
+        id=uuid7(first_us, bytes(10)),
+        kind="incident.recorded",
+        t_us=first_us,
+        node="n1",
+        severity=Severity.ERROR,
+        payload=found.to_json(),
+    )
+    return EventEnvelope(SpoolLine("n1.aaaaaaaaaaaa", "boot", number, event), "c1", 0)
+
+
+def test_evidence_goes_with_the_last_incident_that_has_it(store):
+    now_us = 2000 * DAY_US
+    old, new = incident(1, now_us - 401 * DAY_US), incident(2, now_us - DAY_US)
+    with store.begin() as connection:
+        ingest(connection, [old, new], 1)
+
+    assert prune(store, Retention(), now_us, pause=lambda _s: None) == {"events": 1}
+    assert counts(store)["incident_evidence"] == 2
+
+    later_us = now_us + 401 * DAY_US
+    with store.begin() as connection:
+        assert count_prunable(connection, Retention(), later_us)["evidence"] == 1
+    prune(store, Retention(), later_us, pause=lambda _s: None)
+    assert counts(store)["evidence"] == 0

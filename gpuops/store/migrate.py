@@ -76,10 +76,11 @@ def upgrade(store: IncidentStore, revision: str = "head") -> str | None:
                     _back_up_sqlite(sqlite_path(store.url), found)
                 drop_views(connection)
                 command.upgrade(alembic_config(connection), revision)
-                if revision == "head":
-                    create_views(connection)
                 if has_tables and revision == "head":
                     rebuild_projections(connection)
+            if revision == "head":
+                drop_views(connection)
+                create_views(connection)
     except CommandError as exc:
         raise SchemaMismatchError(f"cannot upgrade the store {name}: {exc}") from exc
     except DBAPIError as exc:

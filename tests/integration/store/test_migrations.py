@@ -256,6 +256,17 @@ def test_what_the_first_schema_held_is_kept_as_changes(url):
     assert [tuple(row) for row in results] == [("mounts", "unknown")] * 2
 
 
+def test_an_upgrade_makes_the_views_anew_where_no_table_changed(url):
+    upgrade_store(url)
+    with open_store(url, mode="write") as store, store.begin() as connection:
+        connection.execute(text("DROP VIEW v_nodes"))
+
+    assert upgrade_store(url) == (REVISION, REVISION)
+
+    with open_store(url, mode="read") as store, store.begin() as connection:
+        assert connection.execute(text("SELECT count(*) FROM v_nodes")).scalar_one() == 0
+
+
 def _event_rows(line):
     """Return the row of *line* in `events`, as a store has it."""
     with memory_store() as store, store.begin() as connection:

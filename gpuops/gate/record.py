@@ -262,9 +262,13 @@ def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Cloc
     recorder.record(*events)
     recorder.close()
     if recorder.lost and options.state_dir is not None:
-        # The next run is recorded in full: this one will never reach the store.
+        # The next run and decision are recorded in full: these will never reach the store.
         with contextlib.suppress(StateError):
-            change_state(options.state_dir, options.uid, lambda state: replace(state, recorded={}))
+            change_state(
+                options.state_dir,
+                options.uid,
+                lambda state: replace(state, recorded={}, decided=None),
+            )
     problem = None
     if options.users_dir is not None and options.job_uid is not None:
         problem = make_user_spool(options.users_dir, options.job_uid, node=node)

@@ -48,8 +48,10 @@ _OFF_BUS = re.compile(
 )
 PROBED = "NVRM: The NVIDIA GPU "
 _OFF_BUS_END = re.compile(
-    r"\s{0,32}NVRM: (?:system has )?fallen off the bus and is not responding\b"
+    r"\s{0,32}(?:NVRM: )?(?:(?:installed in this )?system )?(?:has )?fallen off the bus and is not "
+    r"responding\b"
 )
+_OFF_BUS_MIDDLE = re.compile(r"NVRM: (?:\(PCI ID|installed in this)\b")
 _OFF_BUS_CODE = 79
 _SXID = re.compile(
     r"nvidia-nvswitch\d{1,3}: SXid \(PCI:([0-9a-fA-F:.]{5,20})\): (\d{1,6}), (Fatal|Non-fatal)\b"
@@ -164,6 +166,8 @@ class OffBusLines:
         elif first is not None and _OFF_BUS_END.match(text):
             self._first = None
             return replace(record, text=f"{first}\n{text}")
+        elif text.startswith("NVRM: ") and not _OFF_BUS_MIDDLE.match(text):
+            self._first = None  # the lines of one message follow each other
         return record
 
 

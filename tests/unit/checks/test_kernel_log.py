@@ -158,6 +158,12 @@ def test_an_ordinary_log_passes():
             "storage.read_only",
         ),
         (
+            "BTRFS info (device sda1 state EA): forced readonly",
+            "disk_read_only",
+            "warn",
+            "storage.read_only",
+        ),
+        (
             "XFS (dm-0): Corruption of in-memory data detected.  Shutting down filesystem",
             "disk_read_only",
             "warn",

@@ -300,3 +300,46 @@ def test_a_flood_of_codes_is_bounded_and_counted():
 
     assert len(log.xids) == KINDS_MAX
     assert log.more == 5
+
+
+GPU_LINE = "NVRM: The NVIDIA GPU 0000:91:00.0 (PCI ID: 10de:2330)"
+
+
+@pytest.mark.parametrize(
+    ("texts", "code"),
+    [
+        (OFF_BUS, 79),
+        (
+            (
+                GPU_LINE,
+                "NVRM: installed in this system has fallen off the bus and is not responding",
+            ),
+            79,
+        ),
+        (
+            (
+                f"{GPU_LINE} installed in this system",
+                "     has fallen off the bus and is not responding",
+            ),
+            79,
+        ),
+        (  # another message of the driver's came between: it is of another GPU
+            (
+                f"{GPU_LINE} installed in this system is not supported",
+                "NVRM: loading NVIDIA UNIX x86_64 Kernel Module",
+                "NVRM: fallen off the bus and is not responding to commands.",
+            ),
+            None,
+        ),
+    ],
+)
+def test_the_lines_of_one_message_are_joined(texts, code):
+    lines = OffBusLines()
+    joined = [
+        lines.join(KernelRecord(sequence=n, level=3, since_boot_us=n, text=text))
+        for n, text in enumerate(texts)
+    ]
+
+    found = parse_xid(joined[-1].text)
+
+    assert (found and found.code) == code

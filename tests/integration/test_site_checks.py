@@ -61,7 +61,9 @@ class Site:
 
     def finding(self, **kwargs):
         run = self.check("--json", **kwargs)
-        (found,) = json.loads(run.stdout)["findings"]
+        # A busy disk may cost the state file, with a finding of its own.
+        findings = json.loads(run.stdout)["findings"]
+        (found,) = [item for item in findings if item["check"] != "node_state"]
         return run, found
 
 

@@ -12,6 +12,14 @@ import pytest
 # A failure in a helper says why, too.
 pytest.register_assert_rewrite("support")
 
+# Processes that tests start, and this one: without torch's compiler, until somebody asks for it.
+# Before other helpers: `support.warm_python` starts a process with the environment of its import.
+_LIGHT_TORCH = Path(__file__).parent / "support" / "light_torch"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(_LIGHT_TORCH), os.environ.get("PYTHONPATH")))
+)
+importlib.import_module("support.light_torch.sitecustomize")
+
 from support.draws import load_profile  # noqa: E402
 from support.order import spread  # noqa: E402
 from support.postgres import (  # noqa: E402, F401 fixtures for every test
@@ -20,13 +28,6 @@ from support.postgres import (  # noqa: E402, F401 fixtures for every test
     postgres_url,
 )
 from support.quick_disk import quick_folder  # noqa: E402
-
-# Processes that tests start, and this one: without torch's compiler, until somebody asks for it.
-_LIGHT_TORCH = Path(__file__).parent / "support" / "light_torch"
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, (str(_LIGHT_TORCH), os.environ.get("PYTHONPATH")))
-)
-importlib.import_module("support.light_torch.sitecustomize")
 
 load_profile()
 

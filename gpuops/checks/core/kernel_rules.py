@@ -20,6 +20,8 @@ from gpuops.rules import KERNEL_LOG, LINE_MAX, LogRule, LogSource, load_rules, r
 from gpuops.units import format_seconds
 
 SUBJECTS_MAX = 64
+# Each rule has its own: a user chooses the names of processes, and must not crowd out other rules.
+RULE_SUBJECTS_MAX = 16
 LINE_SHOWN_MAX = 300
 _BATCH = 1000
 
@@ -48,7 +50,7 @@ class RuleHits:
 class KernelLogMatches:
     """What the rules found; times are µs since boot. ``complete``: the log's start is still there.
 
-    ``more`` counts hits about subjects beyond `SUBJECTS_MAX`, which are only counted.
+    ``more`` counts hits about subjects beyond `RULE_SUBJECTS_MAX` of a rule: they are only counted.
     """
 
     records: int
@@ -132,7 +134,7 @@ class RuleSearch:
                 tally.count = max(tally.count, hit.count)
                 tally.first_us = min(tally.first_us, hit.first_us)
                 tally.line = hit.line
-            elif len(self._found) < SUBJECTS_MAX:
+            elif self._has_room(hit.rule):
                 rule = rules[hit.rule]
                 self._found[key] = _Tally(rule, hit.count, hit.first_us, hit.last_us, hit.line)
 
@@ -152,11 +154,14 @@ class RuleSearch:
         if tally is not None:
             tally.count += 1
             tally.last_us = when
-        elif len(self._found) < SUBJECTS_MAX:
+        elif self._has_room(rule.id):
             line = record.text[:LINE_SHOWN_MAX].replace("\n", " ")
             self._found[rule.id, subject] = _Tally(rule, 1, when, when, line)
         else:
             self._more += 1
+
+    def _has_room(self, rule: str) -> bool:
+        return sum(name == rule for name, _subject in self._found) < RULE_SUBJECTS_MAX
 
     def _clear(self, record: KernelRecord, clearing: Sequence[tuple[str, re.Pattern[str]]]) -> None:
         """Drop the hits that the line of *record* clears."""

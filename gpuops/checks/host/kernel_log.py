@@ -6,7 +6,7 @@
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters
 from gpuops.checks.core.kernel_rules import (
     PROBE,
-    SUBJECTS_MAX,
+    RULE_SUBJECTS_MAX,
     KernelFacts,
     RuleHits,
     repaired_us,
@@ -70,7 +70,7 @@ def _too_many(more: int, node: Entity) -> Finding:
         status=Status.WARN,
         value=more,
         unit="hits",
-        message=f"{more} more hits about further subjects than the {SUBJECTS_MAX} shown",
+        message=f"{more} more hits, about more than {RULE_SUBJECTS_MAX} subjects of a rule",
     )
 
 

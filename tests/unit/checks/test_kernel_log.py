@@ -15,7 +15,7 @@ from support.kernel_log import records
 from gpuops.checks.core.check import JudgeContext, NoParameters
 from gpuops.checks.core.kernel_rules import (
     KMSG,
-    SUBJECTS_MAX,
+    RULE_SUBJECTS_MAX,
     KernelFacts,
     KernelLogMatches,
     RuleSearch,
@@ -361,8 +361,17 @@ def test_two_devices_are_two_findings_and_the_worst_comes_first():
 def test_a_flood_of_subjects_is_bounded_and_told():
     found = findings(*[f"nfs: server filer{n} not responding" for n in range(200)])
 
-    assert len(found) == SUBJECTS_MAX + 1
-    assert any(finding.message.startswith("136 more hits") for finding in found)
+    assert len(found) == RULE_SUBJECTS_MAX + 1
+    assert any(finding.message.startswith("184 more hits") for finding in found)
+
+
+def test_a_flood_about_one_rules_subjects_hides_no_other_rule():
+    """A user chooses the names of processes that are killed for memory."""
+    floods = [f"nfs: server filer{n} not responding" for n in range(200)]
+
+    found = findings(*floods, "mlx5_core 0000:5c:00.0 ib0: Link down")
+
+    assert any("0000:5c:00.0" in finding.message for finding in found)
 
 
 def test_a_log_whose_start_was_overwritten_says_so():

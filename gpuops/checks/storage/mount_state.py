@@ -58,7 +58,9 @@ def _plain(point: str) -> str:
 
 def _missing(point: str, status: Status, source: str) -> Finding:
     entity = Entity(EntityKind.MOUNT, _plain(point))
-    subject = Subject("mount_state", entity, FailureClass.STORAGE_SHARED_FS, shared_cause=True)
+    is_required = status is Status.FAIL
+    kind = FailureClass.STORAGE_REQUIRED_MOUNT if is_required else FailureClass.STORAGE_SHARED_FS
+    subject = Subject("mount_state", entity, kind, shared_cause=True)
     text = f"nothing is mounted on {point}"
     return subject.compared(status, "not mounted", "mounted", source, text)
 

@@ -16,7 +16,7 @@ WITH = JudgeContext(
 def test_what_the_profile_expects_and_is_not_there_fails():
     (finding,) = judge(MountTable(("/", "/home")), Parameters(), WITH)
 
-    assert said([finding]) == [("/scratch", "fail", "storage.shared_fs")]
+    assert said([finding]) == [("/scratch", "fail", "storage.required_mount")]
     assert finding.source == "site"
 
 
@@ -31,7 +31,10 @@ def test_what_only_fstab_names_warns_once_unless_it_is_ignored():
     facts = MountTable(("/", "/home"), in_fstab=("/", "/scratch", "/boot/efi", "/archive"))
     findings = judge(facts, Parameters(ignore=("/boot/*",)), WITH)
 
-    assert [status for _, status, _ in said(findings)] == ["fail", "warn"]
+    assert [item[1:] for item in said(findings)] == [
+        ("fail", "storage.required_mount"),
+        ("warn", "storage.shared_fs"),
+    ]
     assert [finding.entity.id for finding in findings] == ["/scratch", "/archive"]
 
 

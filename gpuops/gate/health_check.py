@@ -255,6 +255,7 @@ def _publish(drain: DrainRecord, health: HealthContext) -> NodeActionResult:
 
 
 HEALTH_PUBLISH_S = 6.0
+_PERSON = "administrator"
 # The check whose pass is a diagnostic that passed.
 DIAGNOSTIC = "dcgm_diag"
 _JITTER_STEPS = 1000
@@ -387,6 +388,8 @@ def _act(
         _record_drained(context, drain)
     if drain is not None and action.action is NodeAction.RESUMED:
         _record_resumed(context, drain, action.why)
+    if drain is not None and action.action is NodeAction.FORGOTTEN:
+        _record_takeover(context, drain, view)
     return action
 
 
@@ -428,6 +431,23 @@ def _record_resumed(context: HookContext, drain: DrainRecord, why: str) -> None:
         from gpuops.store.events import resumed_event
 
         return [resumed_event(drain.node, f"{why}; was {drain.reason}", clock=context.clock)]
+
+    record(events, drain.node, context.options, context.clock)
+
+
+def _record_takeover(context: HookContext, drain: DrainRecord, view: SlurmNode) -> None:
+    """Record that a person resumed the node, or has it drained for a reason of their own."""
+
+    def events() -> list[Event]:
+        from gpuops.store.events import drained_event, resumed_event
+
+        if view.drained and view.reason != drain.reason:
+            text = view.reason or "no reason"
+            return [drained_event(drain.node, text, clock=context.clock, actor=_PERSON)]
+        if not view.drained and drain.stage == DrainStage.SET:
+            text = f"resumed by hand; was {drain.reason}"
+            return [resumed_event(drain.node, text, clock=context.clock, actor=_PERSON)]
+        return []
 
     record(events, drain.node, context.options, context.clock)
 

@@ -73,12 +73,27 @@ def test_our_drain_is_an_administrators_once_they_changed_its_reason(cluster, hi
     node.lose_gpu()
     node.checks_health()
     reason = cluster.drained_for("n1", "gpuops: fail gpu_lost")
+    history.wait("node.drained", "n1", actor="gpuops")
     cluster.drain("n1", f"{reason}; ann keeps it")
     node.reset_nvml()
     seen = checks(history, "n1")
     wait_until(lambda: checks(history, "n1") >= seen + 2, "no health checks")
 
     assert cluster.state("n1") == ("IDLE+DRAIN", f"{reason}; ann keeps it")
+    assert history.wait("node.drained", "n1", actor="administrator")["reason"].endswith("keeps it")
+
+
+def test_a_node_that_a_person_resumed_is_recorded_as_such(cluster, history):
+    node = cluster["n1"]
+    node.set(GPUOPS_PASSES_TO_RESUME="100")
+    node.lose_gpu()
+    node.checks_health()
+    cluster.drained_for("n1", "gpuops: fail gpu_lost")
+    history.wait("node.drained", "n1", actor="gpuops")
+    node.reset_nvml()
+    cluster.scontrol("update", "NodeName=n1", "State=RESUME")
+
+    assert "by hand" in history.wait("node.resumed", "n1", actor="administrator")["reason"]
 
 
 def test_observing_drains_nothing(cluster, history):

@@ -9,7 +9,7 @@ a file that hangs or cannot be written costs no verdict either.
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -262,12 +262,18 @@ def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Cloc
     recorder.record(*events)
     recorder.close()
     if recorder.lost and options.state_dir is not None:
-        # The next run and decision are recorded in full: these will never reach the store.
+        # These will never reach the store: the next run and decision are recorded in full, and an
+        # incident that was opened is opened anew.
+        opened = {
+            event.payload["id"]
+            for event in events
+            if event.kind == "incident.recorded" and event.payload.get("rev") == 1
+        }
         with contextlib.suppress(StateError):
             change_state(
                 options.state_dir,
                 options.uid,
-                lambda state: replace(state, recorded={}, decided=None),
+                lambda state: without_records(state, opened),
             )
     problem = None
     if options.users_dir is not None and options.job_uid is not None:
@@ -277,6 +283,12 @@ def _spooled(options: RecordOptions, node: str, events: list[Event], clock: Cloc
     except OSError as exc:
         return f"gpuops: recorded, but cannot start the flusher: {exc.strerror}"
     return None if problem is None else f"gpuops: recorded, but {problem}"
+
+
+def without_records(state: NodeState, opened: Collection[str]) -> NodeState:
+    """Return *state* as if its last run, its decision and the incidents *opened* were unknown."""
+    kept = {k: v for k, v in state.incidents.items() if v.incident.id not in opened}
+    return replace(state, recorded={}, decided=None, incidents=kept)
 
 
 def start_detached_gpuops(options: RecordOptions, *words: str) -> None:

@@ -7,7 +7,10 @@ import pytest
 from support.runs import wait_until
 
 from gpuops.checks.core.runner import CheckFailure, CheckRun
+from gpuops.gate.drain import DrainRecord
+from gpuops.gate.hook import record_decision
 from gpuops.gate.node_state import change_state, read_state
+from gpuops.gate.policy import DrainOutcome
 from gpuops.gate.record import (
     CheckOccasion,
     RecordOptions,
@@ -236,4 +239,32 @@ def test_what_cannot_be_spooled_is_recorded_whole_the_next_time(tmp_path, state_
     options.spool_dir.write_text("no folder")
     record_check_run(ran(FAILS), PROLOG, options, FakeClock())
 
-    assert read_state(state_dir, UID).recorded == {}
+    state = read_state(state_dir, UID)
+    assert (state.recorded, state.incidents) == ({}, {})
+
+    options.spool_dir.unlink()
+    record_check_run(ran(FAILS, at=60), PROLOG, options, FakeClock())
+
+    kinds = sorted(event.kind for event in spooled(tmp_path))
+    assert kinds == ["check.ran", "incident.recorded"]
+    assert len(read_state(state_dir, UID).incidents) == 1
+
+
+def test_a_decision_that_cannot_be_spooled_is_recorded_the_next_time(tmp_path, state_dir):
+    options = memory(tmp_path, state_dir)
+    options.spool_dir.write_text("no folder")
+    drain = DrainRecord(
+        id="x",
+        node="n1",
+        hook="health",
+        reason="of a test",
+        check="gpu_lost",
+        failure_class="gpu_hw.fell_off_bus",
+        t_us=T0,
+    )
+    for _ in range(2):
+        record_decision(options, drain, DrainOutcome.WOULD_DRAIN, FakeClock())
+        if options.spool_dir.is_file():
+            options.spool_dir.unlink()
+
+    assert [event.kind for event in spooled(tmp_path)] == ["gate.decided"]

@@ -1,6 +1,7 @@
 """How to install the gate in Slurm: the hooks, and the lines of slurm.conf for this machine."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ CONF = "slurm.conf.example"
 SHIPPED_HOOKS = "/etc/slurm/gpuops"
 SHIPPED_GPUOPS = "/opt/gpuops/bin/gpuops"
 _PROGRAM_BYTES_MAX = 2**16
+# What pip writes if the interpreter's path is too long for the first line, or has spaces.
+_LONG_SHEBANG = re.compile(rb"""#!/bin/sh\n'''exec' "?([^"\n]+?)"? "\$0" "\$@\"""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,15 @@ def _parts_of(program: Path) -> Iterator[Path]:
     found = read_file(target, _PROGRAM_BYTES_MAX)
     first = b"" if found is None else found[0].partition(b"\n")[0]
     if first.startswith(b"#!") and first[2:].split():
-        yield Path(os.fsdecode(first[2:].split()[0]))
+        interpreter = Path(os.fsdecode(first[2:].split()[0]))
+        yield interpreter
+        if interpreter.name == "env":
+            raise UsageError(
+                f"{program} runs the Python that PATH names, which may be anyone's: install "
+                "gpuops in a venv with pip"
+            )
+    if found is not None and (exec_line := _LONG_SHEBANG.match(found[0])):
+        yield Path(os.fsdecode(exec_line[1]))
     yield from sorted(target.parent.parent.glob("lib/python3*/site-packages"))
 
 

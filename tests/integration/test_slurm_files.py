@@ -283,6 +283,28 @@ def test_install_refuses_a_program_that_another_user_can_change(tmp_path, part):
 
 
 @ROOT_ONLY
+def test_install_checks_the_interpreter_that_pip_names_behind_a_shell(tmp_path):
+    """Pip's form for an interpreter whose path is too long for the first line."""
+    (python := tmp_path / "a venv" / "python3").parent.mkdir()
+    python.touch()
+    (program := tmp_path / "gpuops").write_text(
+        f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n"
+    )
+    check_program(program, tmp_path, 0)
+    os.chown(python, 12345, -1)
+
+    with pytest.raises(UsageError, match="belongs to uid 12345"):
+        check_program(program, tmp_path, 0)
+
+
+def test_install_refuses_a_program_whose_python_is_chosen_by_path(tmp_path):
+    (program := tmp_path / "gpuops").write_text("#!/usr/bin/env python3\n")
+
+    with pytest.raises(UsageError, match="Python that PATH names"):
+        check_program(program, tmp_path, os.geteuid())
+
+
+@ROOT_ONLY
 def test_install_refuses_this_gpuops_if_another_user_can_change_it(tmp_path):
     (tmp_path / "gpuops").mkdir()
     os.chown(tmp_path / "gpuops", 12345, -1)

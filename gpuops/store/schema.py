@@ -25,9 +25,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from gpuops.store.checks import check_results as check_results  # noqa: PLC0414
-from gpuops.store.checks import check_runs as check_runs  # noqa: PLC0414
-from gpuops.store.checks import check_samples as check_samples  # noqa: PLC0414
+import gpuops.store.checks  # noqa: F401 its tables belong to metadata
 from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
 from gpuops.store.coordination import drain_permits, fuses

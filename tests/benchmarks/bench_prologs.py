@@ -30,6 +30,7 @@ from support.prologs import FINDINGS, check_run, record
 
 from gpuops.host.clock import SystemClock
 from gpuops.store import schema
+from gpuops.store.checks import check_results, check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.spool.send import flush
@@ -112,10 +113,8 @@ def rows(url):
         return {
             "events": connection.scalar(select(func.count()).select_from(schema.events)),
             "nodes": connection.scalar(select(func.count(func.distinct(event.node)))),
-            "check_runs": connection.scalar(select(func.count()).select_from(schema.check_runs)),
-            "check_results": connection.scalar(
-                select(func.count()).select_from(schema.check_results)
-            ),
+            "check_runs": connection.scalar(select(func.count()).select_from(check_runs)),
+            "check_results": connection.scalar(select(func.count()).select_from(check_results)),
         }
 
 

@@ -22,6 +22,7 @@ from sqlalchemy import insert, text
 from support.postgres import new_server
 
 from gpuops.store import schema
+from gpuops.store.checks import check_results, check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
 
@@ -87,8 +88,8 @@ def _day(draw, names, day, at_us):
                 states.append(
                     {"id": f"{incident}-{state}", "node_id": node, "state": state, **told}
                 )
-    yield schema.check_runs, runs
-    yield schema.check_results, found
+    yield check_runs, runs
+    yield check_results, found
     yield schema.incidents, incidents
     yield schema.incident_culprits, culprits
     yield schema.node_states, states

@@ -9,7 +9,7 @@ from support.check_day import SimulatedNode, WriteCounter, send
 from support.stories import dump
 
 from gpuops.model import Status
-from gpuops.store import schema
+from gpuops.store.checks import check_samples
 from gpuops.store.engine import memory_store, open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
@@ -96,7 +96,7 @@ def test_values_are_kept_by_the_hour(store):
         send(store, node.lines(number))
 
     with store.begin() as connection:
-        query = select(schema.check_samples.c.numbers).order_by(schema.check_samples.c.hour_us)
+        query = select(check_samples.c.numbers).order_by(check_samples.c.hour_us)
         kept = list(connection.execute(query).scalars())
     assert len(kept) in (3, 4)
     assert kept[0]["measured_00[GB/s]"] == node.truth[0].findings[0].value

@@ -13,6 +13,7 @@ from gpuops.model import (
     Side,
 )
 from gpuops.store import schema
+from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest, rebuild_projections
 from gpuops.store.migrate import upgrade_store
@@ -116,7 +117,7 @@ def test_a_part_that_only_a_user_saw_is_not_kept(store):
 def test_a_check_run_keeps_its_job_profile_and_mode(store):
     put(store, story(1))
 
-    kept = rows(store, schema.check_runs, "job_id", "profile", "mode")
+    kept = rows(store, check_runs, "job_id", "profile", "mode")
     assert kept == [("17", "h100", "observe")] * 2
 
 

@@ -15,6 +15,7 @@ from gpuops.errors import UsageError
 from gpuops.host.node_state import FleetCount, Repair, Strikes
 from gpuops.model import EntityKind, Incident, IncidentState
 from gpuops.store import schema
+from gpuops.store.checks import check_results, check_runs
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
 from gpuops.store.queries.fleet_queries import held_permits, nodes_seen
@@ -158,8 +159,8 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
     found = connection.execute(query).all()
     ids = [row.id for row in found] if name is not None else None
     states = _newest(connection, schema.node_states, "t_us", "state", ids)
-    statuses = _newest(connection, schema.check_runs, "last_us", "status", ids)
-    checked_us = _newest(connection, schema.check_runs, "last_us", "last_us", ids)
+    statuses = _newest(connection, check_runs, "last_us", "status", ids)
+    checked_us = _newest(connection, check_runs, "last_us", "last_us", ids)
     open_incidents = _open_incidents(connection, name)
     return [
         NodeRow(
@@ -275,10 +276,10 @@ def incidents_of(connection: Connection, node_id: str, name: str, limit: int) ->
 
 def list_findings(connection: Connection, node_id: str, *, since_us: int) -> tuple[FindingRow, ...]:
     """Return the findings of a node that are no pass, equal ones as one, newest first."""
-    run, result = schema.check_runs.c, schema.check_results.c
+    run, result = check_runs.c, check_results.c
     query = (
-        select(schema.check_results, run.start_us, run.last_us, run.runs, run.origin_uid)
-        .join(schema.check_runs, run.id == result.check_run_id)
+        select(check_results, run.start_us, run.last_us, run.runs, run.origin_uid)
+        .join(check_runs, run.id == result.check_run_id)
         .where(run.node_id == node_id, run.last_us >= since_us)
         .where(result.status.not_in(_UNREMARKABLE))
         .order_by(run.start_us.desc(), run.id.desc(), result.ordinal)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Connection, Select, case, func, select
 
 from gpuops.errors import UsageError
 from gpuops.model import Event, Incident, IncidentState, Severity, Side
-from gpuops.store import schema
+from gpuops.store import checks, schema
 
 __all__ = [
     "AttemptRow",
@@ -314,7 +314,7 @@ def check_runs(
     connection: Connection, *, node: str | None = None, limit: int = 20
 ) -> list[CheckRunRow]:
     """Return runs of check suites, newest first."""
-    table, place = schema.check_runs, schema.nodes
+    table, place = checks.check_runs, schema.nodes
     query = (
         select(table, place.c.hostname)
         .join(place, place.c.id == table.c.node_id)

@@ -13,6 +13,7 @@ from support.user_spools import LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_
 
 from gpuops.host.clock import FakeClock
 from gpuops.store import schema
+from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.spool import forward as forward_module
@@ -285,7 +286,7 @@ def test_what_a_user_says_makes_no_strike_and_no_drain(either):
     report = either.forward()
 
     assert (report.sent, report.refused) == (len(LINES) + 2, 0)
-    for table in (schema.strikes, schema.node_states, schema.components, schema.check_runs):
+    for table in (schema.strikes, schema.node_states, schema.components, check_runs):
         assert either.rows(table) == []
     assert either.rows(schema.drain_permits) == []
 

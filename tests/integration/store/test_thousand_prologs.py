@@ -15,6 +15,7 @@ from support.prologs import GPUS, check_run, record
 from gpuops.host.clock import SystemClock
 from gpuops.model import Status
 from gpuops.store import schema
+from gpuops.store.checks import check_results, check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
 from gpuops.store.spool.send import flush
@@ -46,7 +47,7 @@ def send_all(url, spool):
 
 
 def counts(url):
-    tables = (schema.events, schema.check_runs, schema.check_results, schema.components)
+    tables = (schema.events, check_runs, check_results, schema.components)
     with open_store(url, mode="read") as store, store.begin() as connection:
         return [connection.scalar(select(func.count()).select_from(table)) for table in tables]
 

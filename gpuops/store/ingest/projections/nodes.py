@@ -8,6 +8,7 @@ from typing import Any
 
 from gpuops.model import EntityKind
 from gpuops.store import schema
+from gpuops.store.checks import check_results, check_runs, check_samples
 from gpuops.store.ingest.envelope import EventEnvelope, PayloadReader, ProjectedRow, attempt_id
 from gpuops.store.ingest.merge import MergeRule, Row
 from gpuops.store.spool.format import SpoolLineError
@@ -145,17 +146,17 @@ def _state(envelope: EventEnvelope, state: str) -> list[ProjectedRow]:
 
 
 CHECK_RUNS = MergeRule(
-    table=schema.check_runs,
+    table=check_runs,
     key=("id",),
     greatest=("last_us", "runs"),
     best={"recorded_key": ("end_us", "late", "job_id", "profile", "mode")},
 )
 CHECK_SAMPLES = MergeRule(
-    table=schema.check_samples,
+    table=check_samples,
     key=("node_id", "suite", "hour_us"),
     best={"sampled_key": ("numbers",)},
 )
-CHECK_RESULTS = MergeRule(table=schema.check_results, key=("check_run_id", "ordinal"))
+CHECK_RESULTS = MergeRule(table=check_results, key=("check_run_id", "ordinal"))
 COMPONENTS = MergeRule(
     table=schema.components,
     key=("node_id", "kind", "component_id"),

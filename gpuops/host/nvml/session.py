@@ -93,7 +93,7 @@ def _start_child(
 
 
 def _ask_each(crashed: NvmlSnapshot, ends_s: float, root: Path) -> NvmlSnapshot:
-    """Return what the GPUs report one by one; *crashed* if no GPU can be told from the others."""
+    """Return what the GPUs report one by one; *crashed* if none can be asked alone."""
     (opened,) = _ask([_Question(f"nvml {root} count", frozenset())], ends_s, root)
     no_time = ends_s - time.monotonic() < _AGAIN_LEAST_S
     if opened.status is not NvmlStatus.OK or not opened.gpus or no_time:

@@ -46,11 +46,12 @@ _NAME_FIRST = re.compile(
     r"(?s:.{0,15}?)(?:\[\d{1,10}\][:, ]| ?\(\d{1,10}\)[:, ]"
     r"|: page allocation | invoked oom-killer: |: vmalloc )"
 )
-# What dmesg, journalctl and /dev/kmsg write in front of a message.
+# What dmesg, journalctl (all of its ``-o short…``) and /dev/kmsg write in front of a message.
 _IN_FRONT = re.compile(
     r"(?:\d{1,3},\d{1,20},\d{1,20},[^;\n]{0,64};|<\d{1,3}>)?"
-    r"(?:(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT[\d:.,+Z-]{8,24}) "
-    r"(?:\S{1,64} )?kernel: )?"
+    r"(?:(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,9})?|\d{4}-\d\d-\d\dT[\d:.,+Z-]{8,24}"
+    r"|[A-Z][a-z]{2} \d{4}-\d\d-\d\d [\d:.]{8,18} \S{1,8}|\d{1,12}\.\d{6}"
+    r"|\[\s{0,8}\d{1,10}\.\d{1,9}\]) (?:\S{1,64} )?kernel: )?"
     r"(?:\[\s{0,8}\d{1,10}\.\d{1,9}\] ?|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [\d: ]{14,18}\] ?)?"
     r"(?:\[\s{0,6}[TC]\d{1,10}\] ?)?"
 )

@@ -36,6 +36,7 @@ _PACKAGES = {
     "gpu_pcie_replays": "gpu",
     "nvlink": "fabric",
     "nvlink_errors": "fabric",
+    "nvlink_ber": "fabric",
     "gpu_fabric": "gpu",
     "gpu_modes": "gpu",
     "gpu_versions": "gpu",

@@ -230,8 +230,8 @@ def test_every_value_has_its_place(ask):
     assert values(gpu.clocks) == [101, 102, 103, 104, 105, 106, 0x48, (0x48,) * 3]
     assert values(gpu.pcie) == [3, 5, 8, 16, 21]
     assert [values(link) for link in gpu.nvlinks] == [
-        [0, True, 0, 0, 0, None],
-        [1, False, 31, 32, 33, None],
+        [0, True, 0, 0, 0, None, None, None],
+        [1, False, 31, 32, 33, None, None, None],
     ]
     assert values(gpu.fabric) == [2, 3, 0x55, 2, 9]
     assert values(gpu.modes) == [False, True, True, False, False, 3]
@@ -249,15 +249,52 @@ def test_links_before_hopper_and_after_it_are_counted_by_their_own_fields(ask):
     b200 = ask(shape("b200", 1, per_gpu={0: {"nvlink_receive:17": 5, **links}})).gpus[0].nvlinks
 
     assert [values(a100[n]) for n in (3, 7, 11)] == [
-        [3, True, 1, 0, 0, None],
-        [7, True, 0, 2, 0, None],
-        [11, False, 0, 0, 3, None],
+        [3, True, 1, 0, 0, None, None, None],
+        [7, True, 0, 2, 0, None, None, None],
+        [11, False, 0, 0, 3, None, None, None],
     ]
     assert [values(b200[n]) for n in (3, 11, 17)] == [
-        [3, True, None, None, 0, 0],
-        [11, False, None, None, 3, 0],
-        [17, True, None, None, 0, 5],
+        [3, True, None, None, 0, 0, 15e-255, 15e-255],
+        [11, False, None, None, 3, 0, 15e-255, 15e-255],
+        [17, True, None, None, 0, 5, 15e-255, 15e-255],
     ]
+
+
+@pytest.mark.parametrize(
+    ("packed", "rate", "why"),
+    [
+        (0xFFF, 15e-255, None),
+        (0, 0.0, None),
+        (0x20B, 2e-11, None),
+        (0xB0D, 11e-13, None),
+        (0x0FF, 0.0, None),
+        ("-", None, None),
+        (2**32 - 1, None, None),
+        (0xFFFF, None, None),
+        ("!999", None, "Unknown Error"),
+        (0x1000, None, "4096 is not plausible: 0 to 4095 are"),
+        (0x100, None, "1 errors per bit are not plausible"),
+    ],
+)
+def test_a_bit_error_rate_is_four_bits_of_mantissa_over_eight_of_exponent(ask, packed, rate, why):
+    (gpu,) = ask(shape("b200", 1, per_gpu={0: {"nvlink_effective_ber:3": packed}})).gpus
+    name = "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_BER"
+    refused = [(error.call, error.text) for error in gpu.errors]
+
+    assert (gpu.nvlinks[3].effective_ber, gpu.nvlinks[3].symbol_ber) == (rate, 15e-255)
+    assert {link.effective_ber for link in gpu.nvlinks if link.link != 3} == {15e-255}
+    assert refused == ([] if why is None else [(name, why)])
+    assert (name in gpu.unsupported) == (rate is None and why is None)
+
+
+def test_a_gpu_that_is_lost_when_asked_for_its_bit_error_rates_keeps_its_links(ask):
+    """They are asked for in the fourth call: all fields, the links, their lanes, the rates."""
+    lost, healthy = ask(shape("b200", 2) + "\nreturn 0@4 nvmlDeviceGetFieldValues 15").gpus
+
+    assert lost.error_code == 15
+    assert [link.active for link in lost.nvlinks] == [True] * 18
+    assert {link.effective_ber for link in lost.nvlinks} == {None}
+    assert {link.effective_ber for link in healthy.nvlinks} == {15e-255}
 
 
 def test_a_board_without_nvlinks_has_none_and_one_that_does_not_tell_is_not_known(ask):

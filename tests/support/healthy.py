@@ -172,6 +172,9 @@ def _link(rng, link):
         link,
         crc_errors=rng.choice((0, 0, rng.randrange(1000))),
         replay_errors=rng.choice((0, 0, 0, rng.randrange(16))),
+        # DCGM: up to 1e-12; 15e-255 is NVML's smallest number.
+        effective_ber=rng.choice((None, 15e-255, 15e-255, rng.uniform(0, 1e-12))),
+        symbol_ber=rng.choice((None, 15e-255)),
     )
 
 

@@ -255,7 +255,9 @@ class PcieLink:
 class NvLink:
     """One NVLink: up or not, and its counters since the driver's load. None: not reported.
 
-    Blackwell counts ``receive_errors`` and recoveries, and no CRC errors or replays.
+    Blackwell counts ``receive_errors`` and recoveries, and no CRC errors or replays. It also
+    reports bit error rates, as errors per bit: ``effective_ber`` after forward error correction,
+    ``symbol_ber`` after all correction.
     """
 
     link: int
@@ -264,6 +266,8 @@ class NvLink:
     replay_errors: int | None = None
     recovery_errors: int | None = None
     receive_errors: int | None = None
+    effective_ber: float | None = None
+    symbol_ber: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

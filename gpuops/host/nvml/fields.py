@@ -1,6 +1,7 @@
 """NVML fields: many numbers of one GPU in one call, each with its own return code."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpuops.host.nvml.caller import UNSUPPORTED, NvmlCaller, NvmlRefused
@@ -31,6 +32,8 @@ IDS = {
     "NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT": 194,
     "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS": 208,
     "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS": 215,
+    "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_BER": 220,
+    "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_BER": 222,
     "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 230,
 }
 # GPUs before Hopper have a field for each of their links: the numbers of links 0 and 6.
@@ -75,13 +78,25 @@ _LINK_COUNTERS = {
     ),
     "receive_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS", None),
 }
+# Bit error rates.
+_EFFECTIVE_BER = "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_BER"
+_SYMBOL_BER = "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_BER"
+# nvml.h, NVML_NVLINK_BER_*: the exponent in the low eight bits, the mantissa in the next four.
+_EXPONENT_BITS, _MANTISSA_BITS = 8, 4
+_PACKED_RATE = Bounds(0, 2 ** (_EXPONENT_BITS + _MANTISSA_BITS) - 1)
 # Recoveries of Blackwell.
 _RECOVERIES = "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
 _LANES = 12
 # Active, asleep to save power, active with traffic disabled (NVML_NVLINK_STATE_*).
 _UP = {1, 2, 3}
 
-_BOUNDS = {_LINK_COUNT: LINKS, _STATE: LINK_STATE, _RETIRED[2]: FLAG}
+_BOUNDS = {
+    _LINK_COUNT: LINKS,
+    _STATE: LINK_STATE,
+    _RETIRED[2]: FLAG,
+    _EFFECTIVE_BER: _PACKED_RATE,
+    _SYMBOL_BER: _PACKED_RATE,
+}
 
 # A field's name and its scope, which is the NVLink for those about one.
 Field = tuple[str, int]
@@ -103,7 +118,12 @@ def fields(gpu: NvmlCaller) -> None:
     _retired(gpu, values)
     count = _value_or_none(gpu, values, (_LINK_COUNT, 0))
     if count is not None:
-        gpu.found["nvlinks"] = _links(gpu, count)
+        links = _links(gpu, count)
+        gpu.found["nvlinks"] = links
+        # Only GPUs that count receive errors have these. A call of its own: one that hangs loses
+        # nothing else.
+        if any(link.receive_errors is not None for link in links):
+            gpu.found["nvlinks"] = _with_rates(gpu, links)
 
 
 def _read(gpu: NvmlCaller, names: Sequence[Field]) -> Values:
@@ -192,6 +212,33 @@ def _link(gpu: NvmlCaller, values: Values, link: int) -> NvLink:
     if counted["recovery_errors"] is None:
         counted["recovery_errors"] = _first(gpu, values, [(_RECOVERIES, link)])
     return NvLink(link=link, active=_active(gpu, values[_STATE, link], link), **counted)
+
+
+def _with_rates(gpu: NvmlCaller, links: Sequence[NvLink]) -> tuple[NvLink, ...]:
+    names = (_EFFECTIVE_BER, _SYMBOL_BER)
+    values = _read(gpu, [(name, link.link) for name in names for link in links])
+    return tuple(
+        replace(
+            link,
+            effective_ber=_rate(gpu, values, (_EFFECTIVE_BER, link.link)),
+            symbol_ber=_rate(gpu, values, (_SYMBOL_BER, link.link)),
+        )
+        for link in links
+    )
+
+
+def _rate(gpu: NvmlCaller, values: Values, field: Field) -> float | None:
+    """Return the errors per bit; a healthy link has the smallest number, 15e-255."""
+    packed = _value_or_none(gpu, values, field)
+    if packed is None:
+        return None
+    mantissa, exponent = packed >> _EXPONENT_BITS, packed % 2**_EXPONENT_BITS
+    # Read as decimal digits: a product of floats can be a little above the number that is meant.
+    rate = float(f"{mantissa}e-{exponent}")
+    if rate < 1:
+        return rate
+    gpu.note(field[0], NvmlRefused(UNREADABLE, f"{rate:g} errors per bit are not plausible"))
+    return None
 
 
 def _first(gpu: NvmlCaller, values: Values, sources: Sequence[Field]) -> int | None:

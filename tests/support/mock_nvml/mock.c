@@ -422,6 +422,8 @@ static const struct field {
 	{195, 1, "memory_max_tlimit_c", OF_GPU, 0, NULL},
 	{208, 1, "nvlink_receive", OF_SCOPE, 0, "has_nvlink_packet_counters"},
 	{215, 1, "nvlink_recovery", OF_SCOPE, 0, "has_nvlink_packet_counters"},
+	{220, 1, "nvlink_effective_ber", OF_SCOPE, 0xFFF, "has_nvlink_packet_counters"},
+	{222, 1, "nvlink_symbol_ber", OF_SCOPE, 0xFFF, "has_nvlink_packet_counters"},
 	{230, 1, "recovery_action", OF_GPU, 0, NULL},
 };
 

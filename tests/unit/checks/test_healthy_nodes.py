@@ -100,6 +100,7 @@ SIGNS = [
     ("gpu_ecc_corrected", lambda one: part(one, "ecc", aggregate_corrected=1000)),
     ("gpu_pcie_replays", lambda one: part(one, "pcie", replays=480)),
     ("nvlink_errors", lambda one: replace(one, nvlinks=(counted(one.nvlinks[0]),))),
+    ("nvlink_ber", lambda one: replace(one, nvlinks=(replace(one.nvlinks[0], symbol_ber=3e-16),))),
 ]
 
 

@@ -60,6 +60,7 @@ _PACKAGES = {
     "container_runtime": "host",
     "ib_ports": "nic",
     "ib_errors": "nic",
+    "nic_pcie_link": "nic",
     "pci_aer": "nic",
     "dcgm_diag": "gpu",
 }

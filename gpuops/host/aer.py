@@ -3,15 +3,13 @@
 From ``/sys/bus/pci/devices/*/aer_dev_*`` (Documentation/ABI/testing/sysfs-bus-pci-devices-aer).
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuops.host.sysfs import NVIDIA
+from gpuops.host.sysfs import NVIDIA, PCI_ADDRESS
 from gpuops.host.trust import entries_of, number_of, text_of
 
-_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY, _BRIDGE_OTHER = 0x03, 0x0680
 _ETHERNET, _INFINIBAND = 0x0200, 0x0207
 _MELLANOX = 0x15B3
@@ -76,7 +74,7 @@ def _above(device: Path) -> list[Path]:
         return []
     ports = []
     for parent in parents:
-        if not _ADDRESS.fullmatch(parent.name):
+        if not PCI_ADDRESS.fullmatch(parent.name):
             break
         ports.append(parent)
     return ports

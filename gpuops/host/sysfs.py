@@ -1,11 +1,13 @@
 """GPUs on the PCI bus, from ``/sys/bus/pci/devices`` (Documentation/ABI/testing/sysfs-bus-pci)."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.host.trust import number_of
 
 NVIDIA = 0x10DE
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY = 0x03
 
 

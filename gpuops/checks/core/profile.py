@@ -45,8 +45,9 @@ class Profile:
     """What is expected; None: nothing, and the check judges by what the device reports, or skips.
 
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
-    mounted; ``kernel_modules`` must be loaded. ``path`` is the file that it was read from, and
-    ``inherits`` the profile whose expectations it took over.
+    mounted; ``kernel_modules`` must be loaded; ``interfaces`` are network interfaces that must have
+    a link. ``path`` is the file that it was read from, and ``inherits`` the profile whose
+    expectations it took over.
     """
 
     name: str
@@ -70,6 +71,9 @@ class Profile:
     nic_count: NumberExpectation | None = None
     nic_rate_gbs: NumberExpectation | None = None
     nic_firmware: TextExpectation | None = None
+    nic_pcie_width: NumberExpectation | None = None
+    nic_pcie_generation: NumberExpectation | None = None
+    interfaces: TextExpectation | None = None
     memory_bytes_min: NumberExpectation | None = None
     dimm_count: NumberExpectation | None = None
     dimm_bytes: NumberExpectation | None = None

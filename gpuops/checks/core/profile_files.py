@@ -34,6 +34,8 @@ BOUNDS: Mapping[str, ValueBounds] = MappingProxyType(
         "sm_clock_mhz_min": ValueBounds("megahertz", 100, 10_000),
         "nic_count": ValueBounds("ports", 0, 128),
         "nic_rate_gbs": ValueBounds("gigabytes a second", 0.1, 150, whole=False),
+        "nic_pcie_width": ValueBounds("PCIe lanes", 1, 32),
+        "nic_pcie_generation": ValueBounds("PCIe generations", 1, 9),
         "memory_bytes_min": ValueBounds("bytes", 1e9, 1e15),
         "dimm_count": ValueBounds("DIMMs", 1, 512),
         "dimm_bytes": ValueBounds("bytes", 1e9, 1e13),
@@ -46,6 +48,8 @@ _KINDS = {
     for name, hint in get_type_hints(Profile).items()
     if {NumberExpectation, TextExpectation, FlagExpectation} & set(get_args(hint))
 }
+# What a text of these keys looks like; Linux allows 15 characters for an interface.
+_TEXTS = {"interfaces": (re.compile(r"[^/\s:]{1,15}"), "the name of a network interface")}
 _KEYS = ("about", "inherits", "match", *_KINDS)
 _MATCH_KEYS = ("gpu", "gpu_count", "nodes")
 
@@ -117,7 +121,12 @@ def _expectation(kind: object, key: str, given: object) -> Expectation[Any]:
         if not isinstance(value, bool):
             raise ValueError(f"true or false is expected, got {value!r}")
         return FlagExpectation(value=value, source=source)
-    return TextExpectation(value=_texts(value), source=source)
+    texts = _texts(value)
+    pattern, what = _TEXTS.get(key, (None, ""))
+    for text in texts:
+        if pattern is not None and not pattern.fullmatch(text):
+            raise ValueError(f"{what} is expected, got {text!r}")
+    return TextExpectation(value=texts, source=source)
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
+from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.node_state import Counters, CounterSample
 from gpuops.host.procfs import Memory
 from gpuops.host.storage.mounts import MountTable
@@ -75,6 +76,36 @@ def fabric(draw, count):
         for n in range(count, count + draw.randrange(3))
     ]
     return RdmaPorts((*expected, *unused))
+
+
+def pcie_links(draw, count):
+    """Return as many adapters at Gen5 x16, and others: onboard, or in a slower slot."""
+    full, less = PcieCapability(generation=5, width=16), PcieCapability(generation=3, width=8)
+    unknown = PcieCapability()
+    links = [
+        NicPcieLink(
+            address=f"0000:{n:02x}:00.0",
+            names=(f"mlx5_{n}",),
+            guid=f"g{n}",
+            now=full,
+            adapter=full,
+            port=draw.choice([full, unknown]),
+        )
+        for n in range(count)
+    ]
+    for n in range(count, count + draw.randrange(4)):
+        most = draw.choice([full, less, unknown])
+        links.append(
+            NicPcieLink(
+                address=f"0000:{n:02x}:00.0",
+                names=(f"eno{n}",),
+                guid=draw.choice([None, f"g{n}"]) if count else None,
+                now=draw.choice([less, unknown]),
+                adapter=most,
+                port=draw.choice([less, unknown]),
+            )
+        )
+    return NicPcieLinks(tuple(links))
 
 
 def aer(draw):
@@ -148,6 +179,7 @@ def host(draw):
     modules, memory_bytes = draw.choice([24, 32]), draw.randrange(10**12, 2 * 10**12)
     facts = {
         "infiniband": fabric(draw, nics),
+        "nic_pcie": pcie_links(draw, nics),
         "aer": aer(draw),
         "edac": Edac(
             tuple(
@@ -200,6 +232,8 @@ def host(draw):
         nic_count=number(nics),
         nic_rate_gbs=number(50),
         nic_firmware=words("28.39.1002", "28.40.1000"),
+        nic_pcie_width=number(16),
+        nic_pcie_generation=number(5),
         memory_bytes_min=number(10**12),
         dimm_count=number(modules),
         dimm_bytes=number(64 * 2**30),
@@ -265,7 +299,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 21
+    assert len(planned_for(facts)) == 22
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,12 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
         ({"ecc": told(1)}, "true or false is expected, got 1"),
         ({"driver": told(570.86)}, "a text or a list of texts is expected, got 570.86"),
         ({"driver": told([])}, r"a text or a list of texts is expected, got \[\]"),
+        (
+            {"interfaces": told(["ens1f0", "en/0"])},
+            "name of a network interface is expected, got 'en",
+        ),
+        ({"interfaces": told("enp129s0f0np0np0")}, "the name of a network interface is expected"),
+        ({"nic_pcie_generation": told(32)}, "32 looks like another unit: PCIe generations"),
         ({"services": told(["munge", 3])}, "every item must be a text that is not empty"),
         (
             {"nic_rate_gbs": told(400)},

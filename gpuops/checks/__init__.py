@@ -61,6 +61,7 @@ _PACKAGES = {
     "ib_ports": "nic",
     "ib_errors": "nic",
     "nic_pcie_link": "nic",
+    "interfaces": "nic",
     "pci_aer": "nic",
     "dcgm_diag": "gpu",
 }

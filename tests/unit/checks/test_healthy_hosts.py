@@ -21,6 +21,7 @@ from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
+from gpuops.host.net.interfaces import Bond, BondSlave, Interface, Interfaces
 from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.node_state import Counters, CounterSample
 from gpuops.host.procfs import Memory
@@ -108,6 +109,46 @@ def pcie_links(draw, count):
     return NicPcieLinks(tuple(links))
 
 
+def interfaces(draw):
+    """Return a bond (or none) with ens0, what the profile expects, and what nobody uses."""
+    mode = draw.choice(["802.3ad", "active-backup", "balance-alb"])
+    is_bond, names = draw.random() < 0.5, ("ens0", "ens1")
+    used = [
+        Interface(
+            name=name,
+            address=f"b8:3f:d2:00:00:{n:02x}",
+            is_physical=True,
+            is_switched_on=draw.choice([True, None]),
+            carrier=True,
+            operstate=draw.choice(["up", "unknown", "dormant", None]),
+            rate_gbs=draw.choice([3.125, None]) if n == 0 or mode == "802.3ad" else 0.125,
+            carrier_downs=draw.randrange(50),
+            slave=BondSlave(
+                mii_status=draw.choice(["up", "up", "going back", None]),
+                actor_state=draw.choice([0x3D, 0x3F, None]) if mode == "802.3ad" else None,
+            )
+            if is_bond
+            else None,
+        )
+        for n, name in enumerate(names)
+    ]
+    unused = [
+        Interface(
+            name=name,
+            is_physical=name.startswith("eno"),
+            is_switched_on=draw.choice([True, False]),
+            carrier=draw.choice([False, None]),
+            operstate="down",
+        )
+        for name in draw.sample(["eno1", "eno2", "docker0", "virbr0", "bond7"], 3)
+    ]
+    bonds = [Bond(name="bond7", mode="balance-rr")]
+    if is_bond:
+        partner = draw.choice([True, None]) if mode == "802.3ad" else None
+        bonds.append(Bond(name="bond0", mode=mode, slaves=names, has_partner=partner))
+    return Interfaces((*used, *unused), tuple(bonds))
+
+
 def aer(draw):
     return AerBus(
         tuple(
@@ -180,6 +221,7 @@ def host(draw):
     facts = {
         "infiniband": fabric(draw, nics),
         "nic_pcie": pcie_links(draw, nics),
+        "interfaces": interfaces(draw),
         "aer": aer(draw),
         "edac": Edac(
             tuple(
@@ -234,6 +276,7 @@ def host(draw):
         nic_firmware=words("28.39.1002", "28.40.1000"),
         nic_pcie_width=number(16),
         nic_pcie_generation=number(5),
+        interfaces=words("ens0"),
         memory_bytes_min=number(10**12),
         dimm_count=number(modules),
         dimm_bytes=number(64 * 2**30),
@@ -299,7 +342,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 22
+    assert len(planned_for(facts)) == 23
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,11 @@ from gpuops.checks.gpu import (
 from gpuops.checks.gpu.gpu_count import Parameters as CountParameters
 from gpuops.checks.gpu.gpu_count import judge as gpu_count
 from gpuops.checks.host import edac, memory_size
-from gpuops.checks.nic import ib_ports
+from gpuops.checks.nic import ib_ports, interfaces
 from gpuops.checks.storage import mount_alive, mount_state
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.memory_modules import Edac, MemoryController
+from gpuops.host.net.interfaces import Interface, Interfaces
 from gpuops.host.nvml.facts import GPU_IS_LOST, RemappedRows
 from gpuops.host.procfs import Memory
 from gpuops.host.storage.mounts import Filesystems, Mount, MountAnswer, MountTable
@@ -71,6 +72,13 @@ def ports(count, state="ACTIVE"):
     parameters = ib_ports.Parameters(downs_per_day=limit(warn=1))
     case = replace(CASE, profile=profile)
     return ib_ports.judge(RdmaPorts((port,)), parameters, case)
+
+
+def interface(name):
+    profile = replace(NO_PROFILE, interfaces=TextExpectation(value=("ens0",), source="order 7"))
+    facts = Interfaces((Interface(name=name, is_physical=True, carrier=False),))
+    parameters = interfaces.Parameters(downs_per_day=limit(warn=1))
+    return interfaces.judge(facts, parameters, replace(CASE, profile=profile))
 
 
 def mount(filesystem):
@@ -121,6 +129,8 @@ def missing_mount():
         pytest.param(dimms(limit(fail=2)), LIMIT, id="several of them"),
         pytest.param(ports(1, state="DOWN"), SHARED, id="a port without link"),
         pytest.param(ports(2), LIMIT, id="an adapter that is not there"),
+        pytest.param(interface("ens0"), SHARED, id="an interface without link"),
+        pytest.param(interface("ens7"), LIMIT, id="an interface that is not there"),
         pytest.param(mount("nfs4"), SHARED, id="a dead file server"),
         pytest.param(mount("ext4"), LIMIT, id="a dead local disk"),
         pytest.param(missing_mount(), SHARED, id="a mount that is missing"),

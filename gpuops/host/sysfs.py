@@ -1,14 +1,36 @@
-"""GPUs on the PCI bus, from ``/sys/bus/pci/devices`` (Documentation/ABI/testing/sysfs-bus-pci)."""
+"""GPUs on the PCI bus, from ``/sys/bus/pci/devices`` (Documentation/ABI/testing/sysfs-bus-pci).
+
+Also whether this machine is virtual, which decides how far the bus can be believed.
+"""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.trust import number_of
+from gpuops.host.trust import number_of, text_of
 
 NVIDIA = 0x10DE
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY = 0x03
+# linux arch/x86: the bit that hypervisors set for their guests (CPUID.1:ECX[31]).
+_GUEST_FLAG = re.compile(r"^flags\s*:.*\bhypervisor\b", re.MULTILINE)
+# By the firmware, as in systemd's src/basic/virt.c. Without x86 there is no such bit; with it, the
+# firmware only gives the name: Amazon's metal instances have the vendor of its virtual ones.
+_VENDORS = (
+    "QEMU",
+    "KVM",
+    "KubeVirt",
+    "OpenStack",
+    "Amazon EC2",
+    "Google Compute Engine",
+    "VMware",
+    "VirtualBox",
+    "Xen",
+    "Hyper-V",
+    "Parallels",
+    "BHYVE",
+)
+_DMI = ("product_name", "sys_vendor", "bios_vendor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +100,21 @@ def driver_version(root: Path = Path("/")) -> str | None:
         return (root / "sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
+
+
+def hypervisor(root: Path = Path("/")) -> str | None:
+    """Return what this virtual machine runs on, None on a physical machine."""
+    cpuinfo = text_of(root / "proc/cpuinfo") or ""
+    by_firmware = _vendor(root)
+    if _GUEST_FLAG.search(cpuinfo):
+        return by_firmware or "unknown hypervisor"
+    is_x86 = re.search(r"^flags\s*:", cpuinfo, re.MULTILINE) is not None
+    return None if is_x86 else by_firmware
+
+
+def _vendor(root: Path) -> str | None:
+    texts = [text_of(root / "sys/class/dmi/id" / name) or "" for name in _DMI]
+    found = (vendor for text in texts for vendor in _VENDORS if text.startswith(vendor))
+    # The firmware of Azure's and of other Hyper-V guests (not of Microsoft's own computers).
+    is_hyper_v = texts[0] == "Virtual Machine" and texts[1].startswith("Microsoft")
+    return next(found, "Hyper-V" if is_hyper_v else None)

@@ -15,10 +15,14 @@ T = TypeVar("T")
 # does not reject cleanly.
 @dataclass(frozen=True, kw_only=True)
 class Expectation(Generic[T]):
-    """A value that must be met, and its source; a number is in the unit that its key ends in."""
+    """A value that must be met, and its source; a number is in the unit that its key ends in.
+
+    ``is_shipped``: a profile of gpuops' own says it, not one that was made for this site's nodes.
+    """
 
     value: T
     source: str
+    is_shipped: bool = False
 
 
 NumberExpectation = Expectation[float]

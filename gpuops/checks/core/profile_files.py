@@ -21,6 +21,7 @@ from gpuops.checks.core.profile import (
 from gpuops.checks.core.suite import unknown_name
 from gpuops.config.resolve import ErrorHandler, raise_error, read_toml, reject_unknown
 from gpuops.errors import ConfigError
+from gpuops.resources import data_dir
 from gpuops.rules import safe_pattern
 
 # Wider than any machine, and narrow enough to tell bytes from GB and watts from milliwatts.
@@ -94,7 +95,8 @@ def parse_profile(
     for key, kind in _KINDS.items():
         if key in table:
             try:
-                expected[key] = _expectation(kind, key, table[key])
+                stated = _expectation(kind, key, table[key])
+                expected[key] = replace(stated, is_shipped=path.parent == _shipped_folder())
             except ValueError as exc:
                 on_error(ConfigError(f"{key} of {where}: {exc}"))
     if "match" in table:
@@ -107,6 +109,10 @@ def parse_profile(
         base = None
     start = Profile(name=path.stem) if base is None else earlier[base]
     return replace(start, name=path.stem, path=str(path), inherits=base or "", **expected)
+
+
+def _shipped_folder() -> Path:
+    return data_dir("checks") / "profiles"
 
 
 def _expectation(kind: object, key: str, given: object) -> Expectation[Any]:

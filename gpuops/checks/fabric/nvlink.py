@@ -15,6 +15,7 @@ from gpuops.checks.gpu.gpus import (
     majority,
     peers_of,
     span,
+    unless_virtual,
 )
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
@@ -34,8 +35,9 @@ class _Links:
 def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU with fewer NVLinks up than the profile or its peers have.
 
-    Fewer than in the profile fails, fewer than most GPUs of the model here warns. The only GPU of
-    a machine has no peer to link to, and one that is divided (MIG) does not use its links.
+    Fewer than in the profile fails (in a virtual machine only if the profile is the site's own),
+    fewer than most GPUs of the model here warns. The only GPU of a machine has no peer to link to,
+    and one that is divided (MIG) does not use its links.
     """
     return judge_each(
         _NAME, facts, context, lambda gpu: _judge(gpu, facts, context), _summary, _CALLS
@@ -67,7 +69,8 @@ def _judge(gpu: NvmlGpu, facts: Gpus, context: JudgeContext) -> GpuResult:
         )
     if links.up < expected <= links.up + links.unknown:
         return NotReported(f"{links.unknown} of its NVLinks gave no answer")
-    return () if links.up >= expected else _down(links, expected, status, source)
+    missing = [] if links.up >= expected else [_down(links, expected, status, source)]
+    return unless_virtual(missing, facts, context.profile.nvlink_count)
 
 
 def _down(links: _Links, expected: int, status: Status, source: str) -> GpuVerdict:

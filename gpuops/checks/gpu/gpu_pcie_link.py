@@ -13,6 +13,7 @@ from gpuops.checks.gpu.gpus import (
     counted,
     judge_each,
     span,
+    unless_virtual,
 )
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.nvml.facts import NvmlGpu
@@ -47,27 +48,32 @@ class _LinkValue:
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding for each GPU whose link is narrower or slower than expected.
 
-    Less than in the profile fails. Less than the device and its slot support only warns: a virtual
-    machine may show a link that is not the real one.
+    Less than in the profile fails, in a virtual machine only if the profile is the site's own.
+    Less than the device and its slot support only warns: a virtual machine may show a link that is
+    not the real one.
     """
     return judge_each(
         _NAME,
         facts,
         context,
-        lambda gpu: _judge(gpu, parameters, context),
+        lambda gpu: _judge(gpu, facts, parameters, context),
         lambda gpus: _summary(gpus, parameters),
         _CALLS,
     )
 
 
-def _judge(gpu: NvmlGpu, parameters: Parameters, context: JudgeContext) -> GpuResult:
+def _judge(gpu: NvmlGpu, facts: Gpus, parameters: Parameters, context: JudgeContext) -> GpuResult:
     pcie, profile = gpu.pcie, context.profile
     if pcie.width is None and pcie.generation_max is None and pcie.generation is None:
         return NotReported()
     now = pcie.generation if _busy(gpu, parameters) else None
     width = _LinkValue("lanes", pcie.width, pcie.width_max, profile.pcie_width)
     speed = _LinkValue("generation", now, pcie.generation_max, profile.pcie_generation)
-    return [*_lacking(width, profile.name), *_lacking(speed, profile.name)]
+    return [
+        verdict
+        for link in (width, speed)
+        for verdict in unless_virtual(_lacking(link, profile.name), facts, link.expected)
+    ]
 
 
 def _busy(gpu: NvmlGpu, parameters: Parameters) -> bool:

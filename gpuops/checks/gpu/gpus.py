@@ -6,10 +6,11 @@ fault, one for all healthy GPUs, one for each reason why some could not be judge
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gpuops.checks.core.check import CheckLimit, JudgeContext, Probe
+from gpuops.checks.core.profile import Expectation
 from gpuops.host.gpu_names import Gpus, read_gpus
 from gpuops.host.nvml.facts import NO_PERMISSION, NvmlGpu, NvmlStatus
 from gpuops.host.sysfs import sysfs_address
@@ -128,6 +129,28 @@ def beyond(
             failure_class=failure_class,
             hardware_reported=value >= 1 and limit.fail == 1 and unit in {"", "errors"},
         )
+    ]
+
+
+def unless_virtual(
+    verdicts: Sequence[GpuVerdict], facts: Gpus, expected: Expectation[float] | None
+) -> Sequence[GpuVerdict]:
+    """Return *verdicts* about links; as warnings where a shipped profile meets a virtual machine.
+
+    A virtual machine may show links that are not the real ones, or fewer. What *expected* says
+    counts there only if it was written or captured for this site's nodes.
+    """
+    if facts.hypervisor is None or expected is None or not expected.is_shipped:
+        return verdicts
+    why = (
+        f"; only a warning: this virtual machine ({facts.hypervisor}) may not show the real links,"
+        " and the value is a shipped profile's"
+    )
+    return [
+        replace(item, status=Status.WARN, message=item.message + why)
+        if item.status is Status.FAIL
+        else item
+        for item in verdicts
     ]
 
 

@@ -68,3 +68,18 @@ def test_a_link_that_is_not_told_is_skipped():
     facts = node(gpu(0, pcie=PcieLink(width_max=16)))
 
     assert said(judge(facts, LIMITS, PROFILED)) == [("n1", "skip", None)]
+
+
+@pytest.mark.parametrize(
+    ("hypervisor", "is_shipped", "status"),
+    [("QEMU", True, "warn"), ("QEMU", False, "fail"), (None, True, "fail")],
+)
+def test_a_shipped_profile_does_not_convict_a_virtual_machine(hypervisor, is_shipped, status):
+    width = NumberExpectation(value=16, source="us", is_shipped=is_shipped)
+    case = replace(CASE, profile=replace(NO_PROFILE, pcie_width=width))
+    facts = replace(node(part(gpu(0), "pcie", width=1)), hypervisor=hypervisor)
+
+    (finding,) = judge(facts, LIMITS, case)
+
+    assert said([finding]) == [("GPU-0", status, "host_hw.pcie")]
+    assert ("this virtual machine (QEMU) may not" in finding.message) == (status == "warn")

@@ -75,3 +75,18 @@ def test_a_disagreement_without_a_majority_convicts_nobody():
     facts = node(gpu(0), gpu(1, nvlinks=links(17, down=1)))
 
     assert said(judge(facts, NoParameters(), CASE)) == [("n1", "skip", None)]
+
+
+@pytest.mark.parametrize(
+    ("hypervisor", "is_shipped", "status"),
+    [("QEMU", True, "warn"), ("QEMU", False, "fail"), (None, True, "fail")],
+)
+def test_a_shipped_profile_does_not_convict_a_virtual_machine(hypervisor, is_shipped, status):
+    said_by = replace(shipped_profile().nvlink_count, is_shipped=is_shipped)
+    case = replace(CASE, profile=replace(shipped_profile(), nvlink_count=said_by))
+    facts = replace(node(*eight()[1:], gpu(9, nvlinks=links(0, 18))), hypervisor=hypervisor)
+
+    (finding,) = judge(facts, NoParameters(), case)
+
+    assert said([finding]) == [("GPU-9", status, "gpu_hw.nvlink")]
+    assert ("this virtual machine (QEMU) may not" in finding.message) == (status == "warn")

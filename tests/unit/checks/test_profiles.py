@@ -255,3 +255,13 @@ def test_a_profile_that_is_named_is_taken_whatever_matches():
     assert found(mine, other, named="lab") == (other, None)
     with pytest.raises(ConfigError, match=r"no profile 'h10'; did you mean 'h100'\? .*h100, lab"):
         found(mine, other, named="h10")
+
+
+def test_what_a_sites_profile_says_itself_is_not_a_shipped_value(tmp_path):
+    (tmp_path / "ours.toml").write_text(
+        'inherits = "h100-sxm"\npcie_width = { value = 8, source = "ours" }'
+    )
+
+    ours = load_profiles([data_dir("checks") / "profiles", tmp_path])["ours"]
+
+    assert (ours.pcie_width.is_shipped, ours.nvlink_count.is_shipped) == (False, True)

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
-from gpuops.host.sysfs import PciGpu, driver_version, read_pci_gpus, sysfs_address
+from gpuops.host.sysfs import (
+    PciGpu,
+    driver_version,
+    hypervisor,
+    read_pci_gpus,
+    sysfs_address,
+)
 
 
 def test_gpus_are_listed_by_address_with_their_drivers(tmp_path):
@@ -64,3 +70,37 @@ def test_the_loaded_driver_says_its_version(tmp_path):
 
     assert driver_version(root.path) == "570.86.15"
     assert driver_version(tmp_path / "nowhere") is None
+
+
+X86, ARM = "processor\t: 0\nflags\t\t: fpu vme sse\n", "processor\t: 0\nFeatures\t: fp asimd\n"
+GUEST = X86.replace("sse", "sse hypervisor lahf_lm")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dmi", "expected"),
+    [
+        (X86, {"sys_vendor": "Supermicro", "product_name": "SYS-821GE-TNHR"}, None),
+        (X86, {"sys_vendor": "Amazon EC2", "product_name": "p5.metal"}, None),
+        (X86, {}, None),
+        (GUEST, {}, "unknown hypervisor"),
+        (GUEST, {"sys_vendor": "QEMU", "product_name": "Standard PC"}, "QEMU"),
+        (GUEST, {"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"}, "Amazon EC2"),
+        (GUEST, {"product_name": "Google Compute Engine"}, "Google Compute Engine"),
+        (
+            GUEST,
+            {"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"},
+            "Hyper-V",
+        ),
+        (ARM, {"sys_vendor": "NVIDIA", "product_name": "GB200 NVL"}, None),
+        (ARM, {"sys_vendor": "QEMU", "product_name": "KVM Virtual Machine"}, "KVM"),
+        ("", {}, None),
+    ],
+)
+def test_a_virtual_machine_is_known_by_the_processor_and_its_firmware(
+    tmp_path, cpuinfo, dmi, expected
+):
+    root = FakeRoot(tmp_path).write("proc/cpuinfo", cpuinfo)
+    for name, text in dmi.items():
+        root.write(f"sys/class/dmi/id/{name}", f"{text}\n")
+
+    assert hypervisor(root.path) == expected

@@ -60,6 +60,7 @@ _PACKAGES = {
     "container_runtime": "host",
     "ib_ports": "nic",
     "ib_errors": "nic",
+    "ib_pkeys": "nic",
     "nic_pcie_link": "nic",
     "interfaces": "nic",
     "pci_aer": "nic",

@@ -5,8 +5,8 @@ does not have is missing or cannot be read.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpuops.host.trust import entries_of, number_of, text_of
@@ -72,12 +72,14 @@ class RdmaPorts:
 
 def read_fabric(root: Path = Path("/")) -> RdmaPorts:
     """Return the ports; none without an RDMA driver."""
-    ports = []
+    return RdmaPorts(tuple(port for device in _adapters(root) for port in _ports(device)))
+
+
+def _adapters(root: Path) -> Iterator[Path]:
     for device in entries_of(root / "sys/class/infiniband"):
         # A virtual function belongs to a guest, which monitors its ports.
         if not (device / "device/physfn").exists():
-            ports += _ports(device)
-    return RdmaPorts(tuple(ports))
+            yield device
 
 
 def _ports(device: Path) -> list[Port]:
@@ -143,3 +145,78 @@ def _carrier_downs(device: Path, port: Path) -> int | None:
             changes = number_of(interface / "carrier_changes")
             return None if changes is None else changes // 2
     return None
+
+
+# InfiniBand Architecture Specification, volume 1, partition keys: the low bits are the partition (0
+# is none), the top bit is full membership. Limited members reach only full members.
+_PARTITION, _FULL_MEMBER = 0x7FFF, 0x8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PkeyTable:
+    """The valid P_Keys of one InfiniBand port, as far as they were read.
+
+    ``is_complete``: all entries were read, so that a key which is not among ``keys`` is missing.
+    """
+
+    device: str
+    number: int
+    guid: str
+    is_active: bool
+    keys: tuple[int, ...] = ()
+    is_complete: bool = False
+
+    def has(self, key: int) -> bool:
+        """Return whether the port is a member as *key* says; a full one is a limited one, too."""
+        return key in self.keys or key | _FULL_MEMBER in self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class PkeyTables:
+    """The tables of all InfiniBand ports, without those of virtual functions."""
+
+    ports: tuple[PkeyTable, ...] = ()
+
+
+def limited(key: int) -> int:
+    """Return the P_Key of the same partition without full membership."""
+    return key & _PARTITION
+
+
+def read_pkeys(root: Path, expected: Sequence[int]) -> PkeyTables:
+    """Return the P_Keys of each InfiniBand port.
+
+    Each entry asks the adapter's firmware, and a table has 128 of them: reading ends when all
+    *expected* keys are found; without any, at the first valid one.
+    """
+    tables = []
+    for device in _adapters(root):
+        guid = text_of(device / "node_guid") or device.name
+        for folder in entries_of(device / "ports"):
+            # A RoCE port has one entry, for form's sake.
+            if folder.name.isdecimal() and text_of(folder / "link_layer") == "InfiniBand":
+                table = PkeyTable(
+                    device=device.name,
+                    number=int(folder.name),
+                    guid=guid,
+                    is_active=_word(folder / "state") == "ACTIVE",
+                )
+                tables.append(_with_keys(table, folder / "pkeys", expected))
+    return PkeyTables(tuple(tables))
+
+
+def _with_keys(table: PkeyTable, folder: Path, expected: Sequence[int]) -> PkeyTable:
+    entries = sorted(
+        (path for path in entries_of(folder) if path.name.isdecimal()),
+        key=lambda path: int(path.name),
+    )
+    unread = 0
+    for entry in entries:
+        key = number_of(entry, 16)
+        if key is None or not 0 <= key <= _PARTITION | _FULL_MEMBER:
+            unread += 1
+        elif limited(key):
+            table = replace(table, keys=(*table.keys, key))
+            if all(table.has(wanted) for wanted in expected):
+                return table
+    return replace(table, is_complete=bool(entries) and not unread)

@@ -50,8 +50,8 @@ class Profile:
 
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
     mounted; ``kernel_modules`` must be loaded; ``interfaces`` are network interfaces that must have
-    a link. ``path`` is the file that it was read from, and ``inherits`` the profile whose
-    expectations it took over.
+    a link; ``ib_pkeys`` are partition keys that InfiniBand ports must hold, as ``0x8001``. ``path``
+    is the file that it was read from, and ``inherits`` the profile whose expectations it took over.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Profile:
     nic_count: NumberExpectation | None = None
     nic_rate_gbs: NumberExpectation | None = None
     nic_firmware: TextExpectation | None = None
+    ib_pkeys: TextExpectation | None = None
     nic_pcie_width: NumberExpectation | None = None
     nic_pcie_generation: NumberExpectation | None = None
     interfaces: TextExpectation | None = None

@@ -49,8 +49,12 @@ _KINDS = {
     for name, hint in get_type_hints(Profile).items()
     if {NumberExpectation, TextExpectation, FlagExpectation} & set(get_args(hint))
 }
-# What a text of these keys looks like; Linux allows 15 characters for an interface.
-_TEXTS = {"interfaces": (re.compile(r"[^/\s:]{1,15}"), "the name of a network interface")}
+# What a text of these keys looks like; Linux allows 15 characters for an interface, and partition 0
+# is none.
+_TEXTS = {
+    "interfaces": (re.compile(r"[^/\s:]{1,15}"), "the name of a network interface"),
+    "ib_pkeys": (re.compile(r"0x(?!0*$|8000$)[0-9a-fA-F]{1,4}"), "a P_Key such as 0x8001"),
+}
 _KEYS = ("about", "inherits", "match", *_KINDS)
 _MATCH_KEYS = ("gpu", "gpu_count", "nodes")
 

@@ -16,7 +16,7 @@ from gpuops.checks.core.profile import (
 from gpuops.checks.core.suite import load_suite
 from gpuops.host.aer import AerBus, AerDevice
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
-from gpuops.host.infiniband import Port, RdmaPorts
+from gpuops.host.infiniband import PkeyTable, PkeyTables, Port, RdmaPorts
 from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
@@ -77,6 +77,32 @@ def fabric(draw, count):
         for n in range(count, count + draw.randrange(3))
     ]
     return RdmaPorts((*expected, *unused))
+
+
+def pkeys(draw, count):
+    """Return the ports of *count* adapters in our partition, and others in another or down."""
+    ours = [
+        PkeyTable(
+            device=f"mlx5_{n}",
+            number=1,
+            guid=f"g{n}",
+            is_active=True,
+            keys=draw.choice([(0x7FFF, 0x8001), (0x8001,), (0x0001, 0x8001)]),
+        )
+        for n in range(count)
+    ]
+    others = [
+        PkeyTable(
+            device=f"mlx5_{n}",
+            number=1,
+            guid=f"g{n}",
+            is_active=draw.random() < 0.5,
+            keys=draw.choice([(0x7FFF,), (0xFFFF,), ()]),
+            is_complete=draw.random() < 0.5,
+        )
+        for n in range(count, count + draw.randrange(3))
+    ]
+    return PkeyTables((*ours, *others))
 
 
 def pcie_links(draw, count):
@@ -220,6 +246,7 @@ def host(draw):
     modules, memory_bytes = draw.choice([24, 32]), draw.randrange(10**12, 2 * 10**12)
     facts = {
         "infiniband": fabric(draw, nics),
+        "ib_pkeys": pkeys(draw, nics),
         "nic_pcie": pcie_links(draw, nics),
         "interfaces": interfaces(draw),
         "aer": aer(draw),
@@ -274,6 +301,7 @@ def host(draw):
         nic_count=number(nics),
         nic_rate_gbs=number(50),
         nic_firmware=words("28.39.1002", "28.40.1000"),
+        ib_pkeys=words("0x8001"),
         nic_pcie_width=number(16),
         nic_pcie_generation=number(5),
         interfaces=words("ens0"),
@@ -342,7 +370,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 23
+    assert len(planned_for(facts)) == 24
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,9 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
             "name of a network interface is expected, got 'en",
         ),
         ({"interfaces": told("enp129s0f0np0np0")}, "the name of a network interface is expected"),
+        ({"ib_pkeys": told(["0x8001", "32769"])}, "P_Key such as 0x8001 is expected, got '32769'"),
+        ({"ib_pkeys": told("0x8000")}, "a P_Key such as 0x8001 is expected"),
+        ({"ib_pkeys": told("0x0")}, "a P_Key such as 0x8001 is expected"),
         ({"nic_pcie_generation": told(32)}, "32 looks like another unit: PCIe generations"),
         ({"services": told(["munge", 3])}, "every item must be a text that is not empty"),
         (

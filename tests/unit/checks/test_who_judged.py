@@ -22,9 +22,9 @@ from gpuops.checks.gpu import (
 from gpuops.checks.gpu.gpu_count import Parameters as CountParameters
 from gpuops.checks.gpu.gpu_count import judge as gpu_count
 from gpuops.checks.host import edac, memory_size
-from gpuops.checks.nic import ib_ports, interfaces
+from gpuops.checks.nic import ib_pkeys, ib_ports, interfaces
 from gpuops.checks.storage import mount_alive, mount_state
-from gpuops.host.infiniband import Port, RdmaPorts
+from gpuops.host.infiniband import PkeyTable, PkeyTables, Port, RdmaPorts
 from gpuops.host.memory_modules import Edac, MemoryController
 from gpuops.host.net.interfaces import Interface, Interfaces
 from gpuops.host.nvml.facts import GPU_IS_LOST, RemappedRows
@@ -72,6 +72,12 @@ def ports(count, state="ACTIVE"):
     parameters = ib_ports.Parameters(downs_per_day=limit(warn=1))
     case = replace(CASE, profile=profile)
     return ib_ports.judge(RdmaPorts((port,)), parameters, case)
+
+
+def partition(key):
+    profile = replace(NO_PROFILE, ib_pkeys=TextExpectation(value=(key,), source="order 7"))
+    table = PkeyTable(device="mlx5_0", number=1, guid="g0", is_active=True, is_complete=True)
+    return ib_pkeys.judge(PkeyTables((table,)), NoParameters(), replace(CASE, profile=profile))
 
 
 def interface(name):
@@ -129,6 +135,7 @@ def missing_mount():
         pytest.param(dimms(limit(fail=2)), LIMIT, id="several of them"),
         pytest.param(ports(1, state="DOWN"), SHARED, id="a port without link"),
         pytest.param(ports(2), LIMIT, id="an adapter that is not there"),
+        pytest.param(partition("0x8001"), SHARED, id="a partition that is missing"),
         pytest.param(interface("ens0"), SHARED, id="an interface without link"),
         pytest.param(interface("ens7"), LIMIT, id="an interface that is not there"),
         pytest.param(mount("nfs4"), SHARED, id="a dead file server"),

@@ -3,7 +3,7 @@
 import pytest
 from support.fake_root import FakeRoot
 
-from gpuops.host.infiniband import RdmaPorts, read_fabric
+from gpuops.host.infiniband import RdmaPorts, read_fabric, read_pkeys
 
 
 def adapter(
@@ -85,3 +85,58 @@ def test_virtual_functions_are_left_out(tmp_path):
 
 def test_a_machine_without_adapters_has_none(tmp_path):
     assert read_fabric(tmp_path) == RdmaPorts()
+
+
+def keyed(root, *keys, **kinds):
+    """Return the tree with an adapter whose P_Key table begins with *keys*."""
+    adapter(root, **kinds)
+    for index, key in enumerate(keys):
+        root.write(f"sys/class/infiniband/mlx5_0/ports/1/pkeys/{index}", f"{key}\n")
+    return root
+
+
+EMPTY = ("0x0000",) * 20
+
+
+@pytest.mark.parametrize(
+    ("table", "expected", "keys", "complete"),
+    [
+        (("0x7fff", "0x8001", *EMPTY), (), (0x7FFF,), False),
+        ((*EMPTY, "0xffff"), (), (0xFFFF,), False),
+        (("0x7fff", *EMPTY, "0x8001"), (0x8001,), (0x7FFF, 0x8001), False),
+        (("0x0001", "0x8001"), (0x8001,), (0x0001, 0x8001), False),
+        (("0x0001", "0x8001"), (0x0001,), (0x0001,), False),
+        (("0x7fff", *EMPTY), (0x8001,), (0x7FFF,), True),
+        (EMPTY, (), (), True),
+        (("0x8000", "0x0000"), (), (), True),
+        (("0x7fff", "", *EMPTY), (0x8001,), (0x7FFF,), False),
+        (("0x7fff", "0x18001", "key"), (0x8001,), (0x7FFF,), False),
+        ((), (0x8001,), (), False),
+    ],
+)
+def test_a_table_is_read_until_the_keys_are_found(tmp_path, table, expected, keys, complete):
+    (port,) = read_pkeys(keyed(FakeRoot(tmp_path), *table).path, expected).ports
+
+    assert (port.guid, port.is_active) == ("506b:4b03:00f5:6b10", True)
+    assert (port.keys, port.is_complete) == (keys, complete)
+
+
+def test_an_entry_that_cannot_be_read_leaves_the_table_incomplete(tmp_path):
+    root = keyed(FakeRoot(tmp_path), "0x7fff", "0x0000")
+    (root.path / "sys/class/infiniband/mlx5_0/ports/1/pkeys/2").mkdir()  # EISDIR
+    (port,) = read_pkeys(root.path, (0x8001,)).ports
+
+    assert (port.keys, port.is_complete) == ((0x7FFF,), False)
+
+
+@pytest.mark.parametrize("layer", ["Ethernet", "", "\x00"])
+def test_only_infiniband_has_partitions(tmp_path, layer):
+    assert read_pkeys(keyed(FakeRoot(tmp_path), "0xffff", layer=layer).path, ()).ports == ()
+
+
+def test_keys_of_a_port_without_a_link_are_of_no_fabric(tmp_path):
+    root = keyed(FakeRoot(tmp_path), "0xffff", state="1: DOWN")
+    (port,) = read_pkeys(root.path, ()).ports
+
+    assert not port.is_active
+    assert read_pkeys(tmp_path / "nothing", ()).ports == ()

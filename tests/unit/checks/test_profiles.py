@@ -268,3 +268,54 @@ def test_what_a_sites_profile_says_itself_is_not_a_shipped_value(tmp_path):
     ours = load_profiles([data_dir("checks") / "profiles", tmp_path])["ours"]
 
     assert (ours.pcie_width.is_shipped, ours.nvlink_count.is_shipped) == (False, True)
+
+
+# The names of NVIDIA open-gpu-kernel-modules, "Compatible GPUs"; those without a shipped profile
+# are beside the ones that have one.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "none"),
+        ("NVIDIA A100 80GB PCIe", "none"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100", "none"),
+        ("NVIDIA H800", "none"),
+        ("NVIDIA H800 PCIe", "none"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H20", "h20-sxm"),
+        ("NVIDIA H20-3e", "h20-sxm"),
+        ("NVIDIA H20 NVL16", "none"),
+        ("NVIDIA GH200 120GB", "gh200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200"),
+        ("NVIDIA L40", "none"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B200", "b200-sxm"),
+        ("NVIDIA B300 SXM6 AC", "b300-sxm"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA GB10", "none"),
+        ("NVIDIA GB200 MIG 1g.23gb", "none"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "none"),
+        ("GRID H100-8C", "none"),
+    ],
+)
+def test_a_shipped_profile_is_found_by_the_name_that_nvml_gives(name, expected):
+    profiles = load_profiles([data_dir("checks") / "profiles"])
+
+    taken, problem = profile_for(profiles, node="n1", gpu_names=(name,) * 8, gpu_count=8)
+
+    assert taken.name == expected
+    assert (problem is None) == (expected != "none")
+
+
+def test_no_shipped_profile_judges_the_link_of_a_card_that_any_slot_may_hold():
+    profiles = load_profiles([data_dir("checks") / "profiles"])
+
+    for name in ("h100-pcie", "h100-nvl", "h200-nvl", "l40s", "gh200", "gb200", "gb300"):
+        assert profiles[name].pcie_width is None, name
+        assert profiles[name].pcie_generation is None, name

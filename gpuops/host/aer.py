@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuops.host.sysfs import NVIDIA, PCI_ADDRESS
-from gpuops.host.trust import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, is_there, number_of, text_of
 
 _DISPLAY, _BRIDGE_OTHER = 0x03, 0x0680
 _ETHERNET, _INFINIBAND = 0x0200, 0x0207
@@ -55,7 +55,7 @@ def read_aer(root: Path = Path("/")) -> AerBus:
 
 def _what(device: Path) -> str | None:
     vendor, kind = number_of(device / "vendor", 16), number_of(device / "class", 16)
-    if kind is None or (device / "physfn").exists():
+    if kind is None or is_there(device / "physfn"):
         return None
     if vendor == NVIDIA and kind >> 16 == _DISPLAY:
         return "GPU"

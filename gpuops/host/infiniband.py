@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpuops.host.trust import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, is_there, number_of, text_of
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
 _BITS_PER_BYTE = 8
@@ -78,7 +78,7 @@ def read_fabric(root: Path = Path("/")) -> RdmaPorts:
 def _adapters(root: Path) -> Iterator[Path]:
     for device in entries_of(root / "sys/class/infiniband"):
         # A virtual function belongs to a guest, which monitors its ports.
-        if not (device / "device/physfn").exists():
+        if not is_there(device / "device/physfn"):
             yield device
 
 

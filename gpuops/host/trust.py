@@ -64,6 +64,15 @@ def number_of(path: Path, base: int = 10) -> int | None:
         return None
 
 
+def is_there(path: Path) -> bool:
+    """Return whether *path* exists; False if that cannot be seen."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
 def entries_of(folder: Path) -> list[Path]:
     """Return the entries of *folder* by name, at most `ENTRIES_MAX`; none if it is missing."""
     try:

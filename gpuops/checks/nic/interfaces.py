@@ -19,6 +19,7 @@ from gpuops.units import format_seconds
 
 _NAME = "interfaces"
 _KERNEL = "kernel (sysfs)"
+_PARTNER = "an LACP partner"
 # The modes that spread traffic evenly over all slaves; in the others a slower slave is ordinary.
 _EVEN = frozenset({LACP, "balance-rr", "balance-xor"})
 
@@ -94,13 +95,16 @@ def _bond(bond: Bond, known: Mapping[str, Interface], named: AbstractSet[str]) -
     up = [item for item in slaves if _carries(item)]
     for item in slaves:
         if not _carries(item) and not (item.name in named and item.has_link is False):
-            yield _warning(item, f"{bond.name}: its slave {item.name} {_state(item)}")
+            text = f"{bond.name}: its slave {item.name} {_state(item)}"
+            yield _warning(item, "down", "up", text)
     if bond.mode == LACP:
         alone = [item for item in up if item.slave is not None and item.slave.is_alone]
         for item in alone:
-            yield _warning(item, f"{bond.name}: no LACP partner answers on {item.name}")
+            text = f"{bond.name}: no LACP partner answers on {item.name}"
+            yield _warning(item, "no partner", _PARTNER, text)
         if up and not alone and bond.has_partner is False:
-            yield _warning(Interface(name=bond.name), f"{bond.name}: its LACP group has no partner")
+            text = f"{bond.name}: its LACP group has no partner"
+            yield _warning(Interface(name=bond.name), "no partner", _PARTNER, text)
     if bond.mode in _EVEN:
         yield from _slower(bond, up)
 
@@ -122,8 +126,8 @@ def _slower(bond: Bond, slaves: Sequence[Interface]) -> Iterator[Finding]:
             yield subject.compared(Status.WARN, item.rate_gbs, threshold, "its bond", text)
 
 
-def _warning(interface: Interface, text: str) -> Finding:
-    return _subject(interface).compared(Status.WARN, "down", "up", _KERNEL, text)
+def _warning(interface: Interface, value: str, threshold: str, text: str) -> Finding:
+    return _subject(interface).compared(Status.WARN, value, threshold, _KERNEL, text)
 
 
 def _state(interface: Interface) -> str:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.trust import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, is_there, number_of, text_of
 
 _IFF_UP = 0x1  # linux/if.h
 _DOWN = frozenset({"down", "lowerlayerdown", "notpresent"})
@@ -90,15 +90,18 @@ class Interfaces:
 
 def read_interfaces(root: Path = Path("/")) -> Interfaces:
     """Return all interfaces and bonds; none if they cannot be listed."""
-    folders = [path for path in entries_of(root / "sys/class/net") if path.is_dir()]
+    # That file of the bonding driver is no interface.
+    folders = [
+        path for path in entries_of(root / "sys/class/net") if path.name != "bonding_masters"
+    ]
     return Interfaces(
         tuple(_interface(folder) for folder in folders),
-        tuple(_bond(folder) for folder in folders if (folder / "bonding").is_dir()),
+        tuple(_bond(folder) for folder in folders if is_there(folder / "bonding")),
     )
 
 
 def _interface(folder: Path) -> Interface:
-    is_slave, is_physical = (folder / "bonding_slave").is_dir(), (folder / "device").exists()
+    is_slave, is_physical = is_there(folder / "bonding_slave"), is_there(folder / "device")
     # Reading the speed asks the adapter's firmware, and the others are compared with nothing.
     speed = number_of(folder / "speed") if is_slave else None
     downs = number_of(folder / "carrier_down_count") if is_physical else None
@@ -107,7 +110,7 @@ def _interface(folder: Path) -> Interface:
         name=folder.name,
         address=_address(folder / ("bonding_slave/perm_hwaddr" if is_slave else "address")),
         is_physical=is_physical,
-        has_rdma=(folder / "device/infiniband").exists(),
+        has_rdma=is_there(folder / "device/infiniband"),
         is_switched_on=None if flags is None else bool(flags & _IFF_UP),
         carrier={"0": False, "1": True}.get(text_of(folder / "carrier") or ""),
         operstate=text_of(folder / "operstate") or None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuops.host.sysfs import PCI_ADDRESS
-from gpuops.host.trust import entries_of, number_of, text_of
+from gpuops.host.trust import entries_of, is_there, number_of, text_of
 
 # PCI Express Base Specification, link capabilities: GT/s of each generation, and the link widths.
 # A device that does not answer, and a virtual function, report others.
@@ -76,7 +76,7 @@ def _devices(folder: Path) -> Iterator[tuple[str, Path]]:
         except (OSError, RuntimeError):
             continue
         # A virtual function has no link of its own.
-        if not PCI_ADDRESS.fullmatch(device.name) or (device / "physfn").exists():
+        if not PCI_ADDRESS.fullmatch(device.name) or is_there(device / "physfn"):
             continue
         yield entry.name, device
         try:

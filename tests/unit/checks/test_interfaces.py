@@ -154,6 +154,7 @@ def test_a_slave_without_a_partner_warns_where_lacp_runs():
 
     assert said([finding]) == [("mac-ens1", "warn", BAD)]
     assert finding.message == "bond0: no LACP partner answers on ens1"
+    assert (finding.value, finding.threshold) == ("no partner", "an LACP partner")
     backup = bonded(slave("ens0"), slave("ens1", state=DEFAULTED), mode="active-backup")
     assert said(findings(backup)) == [("n1", "pass", None)]
 

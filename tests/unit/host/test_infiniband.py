@@ -1,5 +1,7 @@
 """RDMA ports out of a recorded tree."""
 
+from pathlib import Path
+
 import pytest
 from support.fake_root import FakeRoot
 
@@ -127,6 +129,23 @@ def test_an_entry_that_cannot_be_read_leaves_the_table_incomplete(tmp_path):
     (port,) = read_pkeys(root.path, (0x8001,)).ports
 
     assert (port.keys, port.is_complete) == ((0x7FFF,), False)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "EIO")])
+def test_a_table_that_may_not_be_looked_into_has_no_known_keys(tmp_path, monkeypatch, error):
+    def refuse(path, *_args, **_kinds):
+        if path.parent.name == "pkeys" or path.name == "physfn":
+            raise error
+        return found(path)
+
+    root, found = keyed(FakeRoot(tmp_path), "0x7fff"), Path.stat
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert len(read_fabric(root.path).ports) == 1
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *args: refuse(path) and opened(path, *args))
+    (port,) = read_pkeys(root.path, (0x8001,)).ports
+
+    assert (port.keys, port.is_complete) == ((), False)
 
 
 @pytest.mark.parametrize("layer", ["Ethernet", "", "\x00"])

@@ -1,5 +1,7 @@
 """Network interfaces and bonds out of a recorded tree."""
 
+from pathlib import Path
+
 import pytest
 from support.fake_root import FakeRoot
 
@@ -127,6 +129,23 @@ def test_files_that_are_folders_and_entries_that_are_files_say_nothing(root):
     (found,) = read_interfaces(root.path).interfaces
 
     assert (found.has_link, found.rate_gbs, found.is_switched_on) == (None, None, None)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "EIO")])
+def test_a_tree_that_may_not_be_looked_into_says_nothing(root, monkeypatch, error):
+    def refuse(*_args, **_kinds):
+        raise error
+
+    bond(root)
+    slave(root, "ens0")
+    for look in ("stat", "open"):
+        monkeypatch.setattr(Path, look, refuse)
+    found = read_interfaces(root.path)
+
+    assert found.bonds == ()
+    assert {(item.is_physical, item.has_link) for item in found.interfaces} == {(False, None)}
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert read_interfaces(root.path) == Interfaces()
 
 
 def test_a_machine_that_lists_no_interfaces_has_none(tmp_path):

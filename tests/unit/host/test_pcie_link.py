@@ -1,5 +1,7 @@
 """PCIe links of network adapters out of a recorded tree."""
 
+from pathlib import Path
+
 import pytest
 from support.fake_root import FakeRoot
 
@@ -107,6 +109,19 @@ def test_an_adapter_without_a_port_above_it_has_no_slot(root):
     (link,) = read_nic_pcie(root.path).links
 
     assert (link.guid, link.port) == (None, PcieCapability())
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(5, "EIO")])
+def test_a_tree_that_may_not_be_looked_into_has_no_known_links(root, monkeypatch, error):
+    def refuse(*_args, **_kinds):
+        raise error
+
+    adapter(root)
+    monkeypatch.setattr(Path, "open", refuse)
+    assert {link.now for link in read_nic_pcie(root.path).links} == {PcieCapability()}
+    for look in ("stat", "resolve"):
+        monkeypatch.setattr(Path, look, refuse)
+    assert read_nic_pcie(root.path) == NicPcieLinks()
 
 
 def test_a_machine_without_adapters_has_none(tmp_path):

@@ -1,7 +1,9 @@
 """The server process and its client under attack and misfortune."""
 
+import asyncio
 import contextlib
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -34,6 +36,8 @@ from gpuops.control.store import (
 )
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.process import start_server
+from gpuops.control.tcp.server import ControlStoreServer
+from gpuops.control.tcp.server_connection import ServerLimits, ServerState
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
 
@@ -262,20 +266,80 @@ def test_who_does_not_prove_the_token_in_time_is_cut_off(shared):
             assert stranger.was_cut_off()
 
 
-def test_many_silent_strangers_of_one_address_leave_room_for_another_address(shared):
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(Stranger(shared.port)) for _ in range(600)]
-        assert silent[-1].hear()[0] == proof.ProofWelcome.BUSY
-        # 127.0.0.2 is another address of this machine.
-        line = stack.enter_context(socket.socket())
-        line.bind(("127.0.0.2", 0))
-        line.settimeout(30)
-        line.connect(("127.0.0.1", shared.port))
-        other = Stranger.__new__(Stranger)
-        other.socket, other.key = line, signing.token_key(TOKEN)
-        other.run = signing.run_digest(RUN_KEY)
-        other.enter()
-    assert still_serves(shared)
+@contextlib.contextmanager
+def few_places(**limits):
+    """Yield the port of a server in a thread: nobody is cut off for being slow, unless *limits*."""
+    endless = {"handshake_timeout_s": 600.0, "stranger_handshake_s": 600.0}
+    bounds = ServerLimits(**{**endless, "connections_max": 8, **limits})
+    state = ServerState(run_key=RUN_KEY, token=TOKEN, limits=bounds)
+    ports, loop = queue.Queue(), asyncio.new_event_loop()
+    ends = asyncio.Event()
+
+    async def serve():
+        async with await ControlStoreServer(state).listen("127.0.0.1", 0) as listener:
+            ports.put(listener.sockets[0].getsockname()[1])
+            await ends.wait()
+            for connection in tuple(state.clients.values()):
+                connection.abort()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
+    thread.start()
+    try:
+        yield ports.get(timeout=30), state
+    finally:
+        loop.call_soon_threadsafe(ends.set)
+        thread.join()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0", b"\0\0\0\x38gpuopsb1"])
+def test_strangers_in_number_keep_no_agent_out(said):
+    with few_places(unauthenticated_per_address_max=4) as (port, state):
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stranger = stack.enter_context(Stranger(port))
+                with contextlib.suppress(ConnectionError):
+                    stranger.socket.sendall(said)
+            with contextlib.closing(tcp_board(port)) as board:
+                board.put("k", b"v")
+                assert board.get("k").value == b"v"
+        assert state.counters.n_cut_off >= 17
+        assert state.counters.n_rejected == 0
+
+
+def test_agents_that_proved_the_token_outlast_any_number_of_strangers():
+    with few_places() as (port, state), contextlib.ExitStack() as stack:
+        boards = [stack.enter_context(contextlib.closing(tcp_board(port))) for _ in range(7)]
+        for number, board in enumerate(boards):
+            board.put(f"k/{number}", b"v")
+        for _ in range(20):
+            stack.enter_context(Stranger(port))
+        eventually(lambda: state.counters.n_cut_off == 19, "strangers displace strangers")
+        boards.append(stack.enter_context(contextlib.closing(tcp_board(port))))
+        for board in boards:
+            assert len(board.list("k/")) == 7
+        assert state.counters.n_cut_off == 20
+        # Every place is an agent's.
+        with Stranger(port) as stranger:
+            assert stranger.hear()[0] == proof.ProofWelcome.BUSY
+
+
+def test_an_agent_that_is_slow_to_come_back_keeps_its_place():
+    with few_places(stranger_handshake_s=0.05) as (port, state):
+        with Stranger(port) as agent:
+            shake = agent.greet()
+            assert agent.was_cut_off()
+        state.admission.add_known("127.0.0.1")
+        with Stranger(port) as agent, contextlib.ExitStack() as stack:
+            shake = agent.greet()
+            for _ in range(20):
+                # 127.0.0.2 is another address of this machine.
+                to, place = ("127.0.0.1", port), ("127.0.0.2", 0)
+                stack.enter_context(socket.create_connection(to, 30, source_address=place))
+            eventually(lambda: state.admission.n_waiting == 1, "strangers are cut off")
+            agent.say(shake.proof("client"))
+            assert agent.hear()[0] == proof.ProofWelcome.ACCEPTED
 
 
 def test_a_client_that_does_not_read_holds_back_only_itself():

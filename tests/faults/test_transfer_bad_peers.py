@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support import bad_peers
@@ -31,6 +32,8 @@ from support.transfers import (
 from gpuops.checkpoint.transfer import wire
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch
+from gpuops.checkpoint.transfer.connection import TooManyConnectionsError, TransferConnection
+from gpuops.checkpoint.transfer.parallel import UNAUTHENTICATED_MAX
 from gpuops.checkpoint.transfer.wire import (
     OpenCopy,
     TransferError,
@@ -252,16 +255,85 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
         until(lambda: server.counters()["strangers_cut"] == 1)
 
 
-def test_strangers_in_number_are_turned_away_and_do_not_keep_others_out(target):
-    bounds = limits(unauthenticated_per_address_max=4, **QUICK)
-    with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
-        crowd = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
-        until(lambda: server.counters()["turned_away"] >= 20)
-        fetch([peer(server.port)], job_pass(), COPY, target.view, terms(patience_s=10))
-        for sock in crowd:
-            sock.close()
+# Nobody is cut off for being slow: only for another's place.
+ENDLESS = {"handshake_s": 600.0, "idle_s": 600.0}
+TOO_FEW = [b"", b"\0\0", b"\0\0\0\x38gpuopst1"]
 
+
+@contextlib.contextmanager
+def strangers(server, number, says=b"", address="127.0.0.1"):
+    """Hold *number* connections open, from *address*, that have said *says*."""
+    with contextlib.ExitStack() as stack:
+        place = (address, 0)
+        to = ("127.0.0.1", server.port)
+        held = [
+            stack.enter_context(socket.create_connection(to, 10, source_address=place))
+            for _ in range(number)
+        ]
+        for sock in held:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(says)
+        yield held
+
+
+@pytest.mark.parametrize("says", TOO_FEW, ids=["silent", "half a length", "half a hello"])
+def test_strangers_in_number_keep_no_peer_out(says):
+    store = replica_store()
+    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
+    with serving(store, store, bounds=bounds) as server, strangers(server, 30, says):
+        until(lambda: server.counters()["strangers_cut"] >= 26)
+        hand_over(IMAGE, COPY, peer(server.port), terms(patience_s=10))
+    assert len(store.copies()) == 1
+    store.close()
+
+
+def test_strangers_of_many_addresses_keep_no_peer_out(target):
+    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
+    with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server, contextlib.ExitStack() as stack:
+        for number in range(2, 12):
+            stack.enter_context(strangers(server, 4, address=f"127.0.0.{number}"))
+        fetch([peer(server.port)], job_pass(), COPY, target.view, terms(patience_s=10))
     assert bytes(target.view) == bytes(IMAGE.view)
+
+
+def test_a_node_of_the_job_that_is_slow_keeps_its_place_among_strangers():
+    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
+    bounds = replace(bounds, stranger_handshake_s=0.05)
+    with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
+        server.set_peers(["127.0.0.1"])
+        with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
+            until(lambda: server.counters()["connections"] == 1)
+            with strangers(server, 20, address="127.0.0.2"):
+                until(lambda: server.counters()["strangers_cut"] == 20)
+            # Only now does it speak.
+            TransferConnection(sock, job_pass(), bounds).client_handshake()
+
+
+def test_connections_with_proof_outlast_any_number_of_strangers():
+    bounds = limits(connections_max=4, unauthenticated_per_address_max=4, **ENDLESS)
+    with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
+        lines = [bad_peers.called(server.port) for _ in range(3)]
+        with strangers(server, 40):
+            until(lambda: server.counters()["strangers_cut"] >= 39)
+            lines.append(bad_peers.called(server.port))
+            for line in lines:
+                line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, CHUNK).to_bytes())
+                assert line.receive(5)[0] is TransferFrameKind.COPY
+        with (
+            socket.create_connection(("127.0.0.1", server.port), 10) as sock,
+            pytest.raises(TooManyConnectionsError),
+        ):
+            TransferConnection(sock, job_pass(), bounds).client_handshake()
+        for line in lines:
+            line.close()
+
+
+def test_a_peer_that_is_cut_off_in_the_handshake_is_not_taken_for_a_stranger(target):
+    with bad_peers.BadServer(bad_peers.cut_in_the_handshake) as bad:
+        with pytest.raises(TransferError, match="no progress: the other side closed") as caught:
+            fetch([peer(bad.port)], job_pass(), COPY, target.view, terms(patience_s=0.4))
+        assert bad.n_calls > UNAUTHENTICATED_MAX
+    assert "not a keeper of this job" not in str(caught.value)
 
 
 BAD_REQUESTS = {

@@ -27,7 +27,7 @@ class BadServer(Listening):
 def opened(sock, epoch=3):
     """Return the server's side of a connection that was opened as it should be."""
     line = TransferConnection(sock, job_pass(epoch=epoch), limits())
-    line.server_handshake()
+    line.server_handshake(5.0)
     return line
 
 
@@ -62,6 +62,13 @@ def babble(_server, sock):
 def reset(_server, sock):
     """Send a reset at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+def cut_in_the_handshake(_server, sock):
+    """Answer the hello, and hang up in place of a welcome."""
+    sock.recv(1 << 12)
+    sock.sendall(framed(wire.TransferChallenge(bytes(32)).to_bytes()))
+    sock.recv(1 << 12)
 
 
 def impostor(_server, sock):

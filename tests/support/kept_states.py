@@ -77,8 +77,9 @@ class Keeper:
         self.chosen, self.shard, self.ranks = None, shard, 0
         self.due, self.holders, self.acks = [], [], {}
 
-    def replicate(self, holders, keep):
+    def replicate(self, holders, keep, *, nodes=()):
         self._check()
+        self.nodes = list(nodes)
         self.holders, self.keep = [peer.name for peer in holders], list(keep)
 
     def restore_from(self, state, epoch, sources, why, *, roots):

@@ -185,7 +185,7 @@ class CommitFollower:
             return self.begin(client, roster)
         plan = generation_plan_of(roster)
         if plan is not None and plan.is_kept:
-            client.replicate(*self._copies(roster, plan))
+            self._replicate(client, roster, plan)
         client.take_over(epoch)
         if previous is not None:
             self._current = replace(
@@ -208,8 +208,7 @@ class CommitFollower:
             if not is_alone:
                 self._warn_not_kept(plan)
             return is_alone
-        holders, keep = self._copies(roster, plan)
-        client.replicate(holders, keep)
+        self._replicate(client, roster, plan)
         now = _Generation(roster.generation, roster, plan, plan.restore)
         self._warn_if_colocated(now)
         if plan.restore is not None:
@@ -364,6 +363,14 @@ class CommitFollower:
         client.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
         self._epoch_max = max(self._epoch_max, restore.epoch)
         now.is_restore_set = True
+
+    def _replicate(self, client: KeeperClient, roster: Roster, plan: GenerationPlan) -> None:
+        """Have the keeper exchange copies with its peers; those that push to it come first."""
+        holders, keep = self._copies(roster, plan)
+        me, placement = self._location.me.node, plan.placement
+        nearest = placement.owners_of(me) if placement and me in placement.nodes else ()
+        nodes = [plan.peers[node][0] for node in (*nearest, *plan.peers) if node in plan.peers]
+        client.replicate(holders, keep, nodes=nodes)
 
     def _copies(
         self, roster: Roster, plan: GenerationPlan

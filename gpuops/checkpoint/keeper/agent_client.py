@@ -9,6 +9,7 @@ from typing import Any
 from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
 from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
 from gpuops.checkpoint.keeper.messages import (
+    ADDRESSES_MAX,
     WHY_MAX,
     Done,
     EventsPage,
@@ -107,14 +108,21 @@ class KeeperClient:
         keep: Sequence[Shard] = (),
         *,
         bytes_per_s: float | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
         """Push every complete state of this node to *holders* from now on; none: to nobody.
 
         *keep*: which shards of other nodes may be pushed here. Replicas of other shards stay until
-        the next commit. *bytes_per_s*: the rate limit of all pushes together.
+        the next commit. *bytes_per_s*: the rate limit of all pushes together. *nodes*: the
+        addresses of the job's nodes, nearest first, whose connections strangers never keep out.
         """
         self._connection.call(
-            Done, "replicate", holders=holders, keep=keep, bytes_per_s=bytes_per_s
+            Done,
+            "replicate",
+            holders=holders,
+            keep=keep,
+            bytes_per_s=bytes_per_s,
+            nodes=list(dict.fromkeys(nodes))[:ADDRESSES_MAX],
         )
 
     def restore_from(

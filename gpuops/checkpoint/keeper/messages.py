@@ -61,6 +61,8 @@ ImageBytes = Annotated[int, Limit(IMAGE_BYTES_MAX, low=1)]
 SlotCount = Annotated[int, Limit(SLOTS_MAX, low=1)]
 Shards = Annotated[tuple[Shard, ...], Limit(2048)]
 Peers = tuple[KeeperAddress, ...]
+ADDRESSES_MAX = 1024
+Addresses = Annotated[tuple[Annotated[str, Limit(50)], ...], Limit(ADDRESSES_MAX)]
 _Numbers = Annotated[tuple[int, ...], Limit(_HOLDERS_PER_SHARD_MAX)]
 HolderRows = Annotated[
     tuple[tuple[Shard, Annotated[str, Limit(64)], _Numbers], ...], Limit(_SHARDS_PER_PAGE)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated
 
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, EventQueue, JobKind, Jobs, lower_priority
-from gpuops.checkpoint.keeper.messages import Name, Peers, Port, Shards
+from gpuops.checkpoint.keeper.messages import Addresses, Name, Peers, Port, Shards
 from gpuops.checkpoint.memory.node_memory import (
     MemoryShard,
     NodeMemory,
@@ -104,6 +104,7 @@ class PeerService:
         memory.unpopulated_elsewhere = self._allocator.unpopulated_bytes
         self._running: _RunningServer | None = None
         self._stored_for_peers: frozenset[Shard] = frozenset()
+        self._nodes: tuple[str, ...] = ()
         self._has_surplus = False
         self._adopted: set[Shard] = set()
         self._epoch = 0
@@ -147,6 +148,7 @@ class PeerService:
             )
         except CheckpointError as exc:
             raise KeeperError(str(exc)) from exc
+        server.set_peers(self._nodes)
         self._running = _RunningServer(requested, job_pass, replicas, server)
         self.pusher.job = job_pass
         interface = interface_of(address)
@@ -158,10 +160,12 @@ class PeerService:
         holders: Peers,
         keep: Shards,
         bytes_per_s: Annotated[float | None, Limit(1e15, low=1)] = None,
+        nodes: Addresses = (),
     ) -> None:
         """Push saved states to *holders*; accept the shards *keep* of other nodes.
 
-        Replicas of other shards stay until the next commit: there may be no other copies.
+        Replicas of other shards stay until the next commit: there may be no other copies. *nodes*:
+        the addresses of the job's nodes, for which the server keeps places.
 
         Raises:
             KeeperError: This keeper serves no peers yet, or there are too many holders.
@@ -172,7 +176,9 @@ class PeerService:
         if len(holders) > HOLDERS_MAX:
             raise KeeperError(f"{len(holders)} holders of one node: at most {HOLDERS_MAX}")
         self._stored_for_peers = frozenset(keep)
+        self._nodes = (*nodes, *(holder.host for holder in holders))
         if running is not None:
+            running.server.set_peers(self._nodes)
             present = {copy.shard for copy in running.replicas.copies()}
             self._has_surplus = not present <= self._stored_for_peers
             running.replicas.keep_only(self._stored_for_peers | present)

@@ -28,6 +28,7 @@ from gpuops.checkpoint.transfer.wire import (
 from gpuops.checkpoint.types import CHUNK_BYTES
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
+from gpuops.host.net.admission import STRANGER_HANDSHAKE_S
 from gpuops.host.net.frames import WireError, configure_socket
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
@@ -47,11 +48,12 @@ class TransferLimits:
     Both sides must cut images into chunks of the same size.
     """
 
-    handshake_s: float = 5.0  # for the whole handshake
+    handshake_s: float = 5.0  # for the whole handshake, of a node of the job
+    stranger_handshake_s: float = STRANGER_HANDSHAKE_S
     stall_s: float = 10.0  # for a frame that has begun, or for `SLICE_BYTES` of an image
     idle_s: float = 30.0  # without a request
     connections_max: int = 256
-    unauthenticated_max: int = 64
+    strangers_max: int = 64
     unauthenticated_per_address_max: int = 32
     chunk_bytes: int = CHUNK_BYTES
 
@@ -142,9 +144,9 @@ class TransferConnection:
             raise UnauthenticatedError("it does not know the job's token")
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
 
-    def server_handshake(self) -> None:
+    def server_handshake(self, within_s: float) -> None:
         """Handshake as the server; raises `UnauthenticatedError` after telling the client why."""
-        deadline_s = time.monotonic() + self.limits.handshake_s
+        deadline_s = time.monotonic() + within_s
         received = self._receive_opening(deadline_s)
         hello = _parse_opening(wire.TransferHello.from_bytes, received)
         if not proof.same(hello.job, self._job.job):

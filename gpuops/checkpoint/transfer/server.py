@@ -1,15 +1,15 @@
 """The server of a keeper's copies: serves its own, and receives replicas of others.
 
 One thread per connection, because each is either inside one long system call or idle. An
-unauthenticated peer may send two short frames of fixed length within a few seconds; every input is
-bounded before it is read. A slow or broken peer affects only its own connection.
+unauthenticated peer may send two short frames of fixed length within a second; every input is
+bounded before it is read. A slow or broken peer affects only its own connection, and strangers that
+say nothing keep nobody out (`gpuops.host.net.admission`).
 """
 
 import logging
 import socket
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
@@ -39,6 +39,7 @@ from gpuops.checkpoint.transfer.wire import (
     TransferRefusedError,
 )
 from gpuops.checkpoint.types import CheckpointError, Digest, Shard, StateId
+from gpuops.host.net.admission import AdmissionLimits, ConnectionAdmission
 from gpuops.host.net.frames import WireError
 from gpuops.host.net.job_proof import ProofWelcome
 
@@ -98,7 +99,7 @@ class TransferCounters:
 
     connections: int = 0  # accepted
     turned_away: int = 0  # because there were too many
-    strangers_cut: int = 0  # failed authentications
+    strangers_cut: int = 0  # without proof: failed, too slow, or dropped for a newer connection
     refused: int = 0  # requests
     sent_bytes: int = 0  # of images
     received_bytes: int = 0
@@ -125,7 +126,13 @@ class TransferServer:
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._connections: dict[TransferConnection, threading.Thread] = {}
-        self._unauthenticated: Counter[str] = Counter()
+        self._admission = ConnectionAdmission[TransferConnection](
+            AdmissionLimits(
+                connections_max=self._limits.connections_max,
+                strangers_max=self._limits.strangers_max,
+                per_address_max=self._limits.unauthenticated_per_address_max,
+            )
+        )
         self._counters = TransferCounters()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
@@ -146,6 +153,11 @@ class TransferServer:
                 connection.received_bytes for connection in self._connections
             )
             return found
+
+    def set_peers(self, addresses: Iterable[str]) -> None:
+        """Keep places for connections from *addresses*, the nodes of the job."""
+        with self._lock:
+            self._admission.set_known(addresses)
 
     def close(self) -> None:
         """Stop listening, abort every connection, return when their threads have ended."""
@@ -183,21 +195,25 @@ class TransferServer:
         limits = self._limits
         connection = TransferConnection(sock, self._job, limits)
         with self._lock:
-            is_over_limit = (
-                len(self._connections) >= limits.connections_max
-                or self._unauthenticated.total() >= limits.unauthenticated_max
-                or self._unauthenticated[address] >= limits.unauthenticated_per_address_max
-            )
-            if is_over_limit:
+            # Threads of connections that were cut off may still be about to end.
+            is_room = len(self._connections) < limits.connections_max + limits.strangers_max
+            cut_off = self._admission.admit(connection, address) if is_room else None
+            if cut_off is None:
                 self._counters.turned_away += 1
             else:
+                is_known = self._admission.is_known(address)
+                handshake_s = limits.handshake_s if is_known else limits.stranger_handshake_s
                 thread = threading.Thread(
-                    target=self._serve, args=(connection, address), name="gpuops-copy", daemon=True
+                    target=self._serve,
+                    args=(connection, address, handshake_s),
+                    name="gpuops-copy",
+                    daemon=True,
                 )
                 self._connections[connection] = thread
-                self._unauthenticated[address] += 1
                 self._counters.connections += 1
-        if is_over_limit:
+                for oldest in cut_off:
+                    oldest.abort()
+        if cut_off is None:
             with suppress(OSError):
                 connection.reject(ProofWelcome.BUSY)
             connection.close()
@@ -205,36 +221,37 @@ class TransferServer:
         try:
             thread.start()
         except RuntimeError:
-            self._mark_authenticated(address)
             self._forget(connection)
             raise
 
-    def _serve(self, connection: TransferConnection, address: str) -> None:
+    def _serve(self, connection: TransferConnection, address: str, handshake_s: float) -> None:
         try:
             try:
-                connection.server_handshake()
+                connection.server_handshake(handshake_s)
+                self._authenticate(connection)
             except (OSError, WireError):
                 self._count("strangers_cut")
                 raise
-            finally:
-                self._mark_authenticated(address)
             self._serve_requests(connection)
         except (OSError, WireError) as exc:
             log.debug("the connection from %s ends: %s", address, exc)
         except Exception:  # boundary: one peer's bytes must not end the serving of all
             log.exception("a connection from %s failed", address)
         finally:
+            with self._lock:
+                # Before it is closed: its descriptor may be another connection's next.
+                self._admission.remove(connection)
             connection.close()
             self._forget(connection)
 
-    def _mark_authenticated(self, address: str) -> None:
+    def _authenticate(self, connection: TransferConnection) -> None:
         with self._lock:
-            self._unauthenticated[address] -= 1
-            if self._unauthenticated[address] <= 0:
-                del self._unauthenticated[address]
+            if not self._admission.authenticate(connection):
+                raise ConnectionAbortedError("a newer connection took its place")
 
     def _forget(self, connection: TransferConnection) -> None:
         with self._lock:
+            self._admission.remove(connection)
             if self._connections.pop(connection, None) is not None:
                 self._counters.sent_bytes += connection.sent_bytes
                 self._counters.received_bytes += connection.received_bytes

@@ -1,8 +1,9 @@
 """One connection of a control store's server: the opening, then request by request.
 
-Nothing is read from a stranger but two short frames of fixed length; whoever has not proved the
-job's token within a few seconds is cut off. Nothing that a client sends is more than bytes to us.
-A client that is slow to read holds back only itself.
+Nothing is read from a stranger but two short frames of fixed length; a stranger that has not proved
+the job's token within a second is cut off, and sooner where its place is needed
+(`gpuops.host.net.admission`). Nothing that a client sends is more than bytes to us. A client that
+is slow to read holds back only itself.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import logging
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,10 +21,12 @@ from gpuops.control.store import ControlStoreError, Entry
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.wire import ControlRequest, Operation, ReplyKind
 from gpuops.host.net import job_proof as proof
+from gpuops.host.net.admission import STRANGER_HANDSHAKE_S, AdmissionLimits, ConnectionAdmission
 from gpuops.host.net.frames import WireError, configure_socket, framed, take_frame
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
-HANDSHAKE_TIMEOUT_S = 5.0  # to prove the job's token
+# For addresses that have proved the job's token before; others are strangers.
+HANDSHAKE_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 16_384  # two for each of 8,192 agents
 # Of one address, without proof: enough for the agents of one machine that all start now.
 UNAUTHENTICATED_PER_ADDRESS_MAX = 512
@@ -37,6 +39,7 @@ class ServerLimits:
     connections_max: int = CONNECTIONS_MAX
     unauthenticated_per_address_max: int = UNAUTHENTICATED_PER_ADDRESS_MAX
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    stranger_handshake_s: float = STRANGER_HANDSHAKE_S
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class ServerCounters:
     bytes_in: int = 0
     bytes_out: int = 0
     n_rejected: int = 0
+    n_cut_off: int = 0  # without proof, for a newer connection
 
 
 class HeartbeatWaiter(Protocol):
@@ -75,14 +79,22 @@ class ServerState:
     run: bytes = field(init=False)
     started_s: float = field(init=False, default_factory=time.monotonic)
     last_request_s: float = field(init=False, default_factory=time.monotonic)
-    connections: int = field(init=False, default=0)
-    unauthenticated: Counter[str] = field(init=False, default_factory=Counter)
+    admission: ConnectionAdmission["ControlServerConnection"] = field(init=False)
     clients: dict[tuple[bytes, int], HeartbeatWaiter] = field(init=False, default_factory=dict)
     waiting: dict[str, set[HeartbeatWaiter]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.key = signing.token_key(self.token)
         self.run = signing.run_digest(self.run_key)
+        limits = self.limits
+        self.admission = ConnectionAdmission(
+            AdmissionLimits(
+                connections_max=limits.connections_max,
+                # Before the first agent has joined all are strangers, and a connection is cheap.
+                strangers_max=limits.connections_max,
+                per_address_max=limits.unauthenticated_per_address_max,
+            )
+        )
 
     @property
     def store_s(self) -> float:
@@ -154,23 +166,23 @@ class ControlServerConnection(asyncio.Protocol):
         self._transport = transport
         state, limits = self._state, self._state.limits
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
-        state.connections += 1
-        state.unauthenticated[self._address] += 1
-        if (
-            state.connections > limits.connections_max
-            or state.unauthenticated[self._address] > limits.unauthenticated_per_address_max
-        ):
+        cut_off = state.admission.admit(self, self._address)
+        if cut_off is None:
             state.counters.n_rejected += 1
             self._reject(ProofWelcome.BUSY)
             return
+        state.counters.n_cut_off += len(cut_off)
+        for oldest in cut_off:
+            oldest.abort()
         configure_socket(transport.get_extra_info("socket"))
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(limits.handshake_timeout_s, self.abort)
+        is_known = state.admission.is_known(self._address)
+        within_s = limits.handshake_timeout_s if is_known else limits.stranger_handshake_s
+        self._timer = asyncio.get_running_loop().call_later(within_s, self.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._closed = True
-        self._state.connections -= 1
-        self._mark_authenticated()
+        self._state.admission.remove(self)
+        self._cancel_timer()
         self._drop_pending()
         hello = self._hello
         if hello is not None:
@@ -230,7 +242,11 @@ class ControlServerConnection(asyncio.Protocol):
         if not proof.same(body, self._handshake.proof("client")):
             self._reject(ProofWelcome.WRONG_TOKEN)
             return
-        self._mark_authenticated()
+        if not self._state.admission.authenticate(self):
+            self.abort()
+            return
+        self._state.admission.add_known(self._address)
+        self._cancel_timer()
         self._in = self._handshake.channel("client")
         self._send(framed(proof.welcome(ProofWelcome.ACCEPTED, self._handshake.proof("server"))))
         self._out = self._handshake.channel("server")
@@ -244,16 +260,10 @@ class ControlServerConnection(asyncio.Protocol):
             # client says on this one.
             previous.abort()
 
-    def _mark_authenticated(self) -> None:
-        """No longer count this connection among the strangers."""
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._in is None:
-            unauthenticated = self._state.unauthenticated
-            unauthenticated[self._address] -= 1
-            if unauthenticated[self._address] <= 0:
-                del unauthenticated[self._address]
 
     # Requests.
 

@@ -243,6 +243,19 @@ def test_a_whole_rack_is_lost_and_the_rest_goes_on_from_the_other_racks_memory(s
     assert "all 2 nodes are in one failure domain" in said
 
 
+def test_each_keeper_keeps_places_for_the_nodes_of_the_roster_its_own_owners_first():
+    world = started(4, 4, 4, domains=RACKS)
+    world.pass_time(5)
+    roster = world.players[0].leader.roster
+    placement = generation_plan_of(roster).placement
+    addresses = {member.node: member.address for member in roster.members}
+
+    for player in world.players:
+        owners = [addresses[node] for node in placement.owners_of(player.node)]
+        assert player.keeper.nodes[: len(owners)] == owners
+        assert set(player.keeper.nodes) == set(addresses.values())
+
+
 def test_what_cannot_be_kept_apart_is_said_once():
     world = started(2, 3, 3, domains=dict.fromkeys(RACKS, ("spine", "leaf0")))
     world.players[0].fails = ReportKind.WORKERS_FAILED

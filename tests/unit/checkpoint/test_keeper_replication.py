@@ -140,6 +140,17 @@ def node():
     found.core.memory.close()
 
 
+def test_the_server_keeps_places_for_the_nodes_of_the_roster(node):
+    peers = node.core.peers
+    peers.replicate((NEAR,), [], None, ("10.1.2.3",))
+    assert all(map(peers._running.server._admission.is_known, ("10.1.2.3", NEAR.host)))
+    # Also the server that takes its place.
+    peers.serve("127.0.0.1", node="n2", token="t", job="run")
+    assert peers._running.server._admission.is_known("10.1.2.3")
+    peers.replicate((), [], None)
+    assert not peers._running.server._admission.is_known("10.1.2.3")
+
+
 def test_without_holders_what_is_complete_counts_as_replicated(node):
     state = node.save(1)
     assert node.replicated == (state,)

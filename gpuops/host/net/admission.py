@@ -1,0 +1,121 @@
+"""Which connections a server of a job keeps while their clients have not proved the job's token.
+
+A server cannot tell a slow node of the job from a stranger that only holds a place. So no
+connection that waits keeps another one out: where places run out, the oldest stranger is
+cut off. Connections from addresses of the job's nodes have places of their own, and connections
+that have proved the token are never cut off.
+"""
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+# For strangers. A handshake is two short frames from each side: 10 ms within a data centre, also
+# over a slow link. A node of the job that needs longer connects again, and is not a stranger once
+# the server knows its address.
+STRANGER_HANDSHAKE_S = 1.0
+C = TypeVar("C", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The most connections: in all, of strangers, and without proof from one address."""
+
+    connections_max: int
+    strangers_max: int
+    per_address_max: int
+
+
+class ConnectionAdmission(Generic[C]):
+    """The connections of one server; not thread-safe."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._authenticated: set[C] = set()
+        # Without proof, the oldest first: of strangers and of known addresses.
+        self._strangers: OrderedDict[C, str] = OrderedDict()
+        self._expected: OrderedDict[C, str] = OrderedDict()
+        self._by_address: dict[str, OrderedDict[C, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._authenticated) + self.n_waiting
+
+    @property
+    def n_waiting(self) -> int:
+        """Return how many connections have not proved the token."""
+        return len(self._strangers) + len(self._expected)
+
+    def set_known(self, addresses: Iterable[str]) -> None:
+        """Keep places for new connections from *addresses*, and from no others."""
+        self._known = OrderedDict.fromkeys(map(plain_address, addresses))
+
+    def add_known(self, address: str) -> None:
+        """Keep places for *address* too, from which the token was proved."""
+        plain = plain_address(address)
+        self._known[plain] = None
+        self._known.move_to_end(plain)
+        if len(self._known) > self._limits.connections_max:
+            self._known.popitem(last=False)
+
+    def is_known(self, address: str) -> bool:
+        """Return whether *address* has places of its own."""
+        return plain_address(address) in self._known
+
+    def admit(self, connection: C, address: str) -> list[C] | None:
+        """Admit *connection*; return those to cut off for it, None where it is to be turned away.
+
+        It is turned away only where every place is taken by connections with proof, or, for a
+        stranger, by those and by known addresses.
+        """
+        address, limits = plain_address(address), self._limits
+        is_known = address in self._known
+        cut_off = []
+        of_address = self._by_address.get(address, ())
+        if len(of_address) >= limits.per_address_max:
+            cut_off.append(next(iter(of_address)))
+        elif not is_known and len(self._strangers) >= limits.strangers_max:
+            cut_off.append(next(iter(self._strangers)))
+        elif len(self) >= limits.connections_max:
+            oldest = next(iter(self._strangers or (self._expected if is_known else ())), None)
+            if oldest is None:
+                return None
+            cut_off.append(oldest)
+        for other in cut_off:
+            self.remove(other)
+        (self._expected if is_known else self._strangers)[connection] = address
+        self._by_address.setdefault(address, OrderedDict())[connection] = None
+        return cut_off
+
+    def authenticate(self, connection: C) -> bool:
+        """Record that *connection* has proved the token; return False where it was cut off."""
+        if not self._forget_waiting(connection):
+            return False
+        self._authenticated.add(connection)
+        return True
+
+    def remove(self, connection: C) -> None:
+        """Free the place of *connection*, if it has one."""
+        self._forget_waiting(connection)
+        self._authenticated.discard(connection)
+
+    def _forget_waiting(self, connection: C) -> bool:
+        address = self._strangers.pop(connection, None) or self._expected.pop(connection, None)
+        if address is None:
+            return False
+        of_address = self._by_address[address]
+        del of_address[connection]
+        if not of_address:
+            del self._by_address[address]
+        return True
+
+
+def plain_address(address: str) -> str:
+    """Return *address* in one spelling: without its zone, IPv4 also where IPv6 carries it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(found, "ipv4_mapped", None) or found)

@@ -57,6 +57,7 @@ _PACKAGES = {
     "kernel_taint": "host",
     "services": "host",
     "munge": "host",
+    "user_lookup": "host",
     "container_runtime": "host",
     "ib_ports": "nic",
     "ib_errors": "nic",

@@ -207,6 +207,7 @@ def _hook_context(
         profile=settings.profile,
         trigger=hook,
         job_id=job.id,
+        job_uid=job.uid,
     )
     plan = make_plan(request)
     config_file = (ctx.find_root().obj or {}).get("config_file")

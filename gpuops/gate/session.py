@@ -121,10 +121,10 @@ def _names_and_count(gpus: Gpus) -> tuple[tuple[str, ...], int]:
 class CheckRequest:
     """What to check, and where this node keeps its files.
 
-    ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger`` and ``job_id``: the caller,
-    and the Slurm job that the hook is for (`gpuops.gate.node_state.StateUpdate`). ``profile``: the
-    name of the one to use without matching. ``uid``: the trusted owner of files
-    (`gpuops.host.trust`).
+    ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger``, ``job_id`` and ``job_uid``:
+    the caller, and the Slurm job that the hook is for with its user
+    (`gpuops.gate.node_state.StateUpdate`). ``profile``: the name of the one to use without
+    matching. ``uid``: the trusted owner of files (`gpuops.host.trust`).
     """
 
     suite: str
@@ -141,6 +141,7 @@ class CheckRequest:
     profile: str | None = None
     trigger: str = "manual"
     job_id: str | None = None
+    job_uid: int | None = None
 
     @property
     def purpose(self) -> StateUpdate:
@@ -198,6 +199,7 @@ def make_plan(request: CheckRequest) -> CheckPlan:
             node=request.node,
             site_checks=folders.site_checks,
             xid_dirs=folders.xid,
+            job_uid=request.job_uid,
         ),
         profiles=load_profiles(folders.profiles),
         silences=load_silences(folders.silences),

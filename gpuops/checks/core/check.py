@@ -34,7 +34,7 @@ class ProbeContext:
 
     ``inputs``: what the checks of this probe need to know about (`Check.inputs`). ``node``: its
     name; ``site_checks``: the folder of the site's executables. ``kernel``: what earlier checks of
-    this boot saw in the kernel's log.
+    this boot saw in the kernel's log. ``job_uid``: the user of the job that a hook runs for.
     """
 
     root: Path = Path("/")
@@ -44,6 +44,7 @@ class ProbeContext:
     site_checks: Path | None = None
     xid_dirs: tuple[Path, ...] = ()
     kernel: KernelMemory = field(default_factory=KernelMemory)
+    job_uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

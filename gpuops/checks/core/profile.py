@@ -50,8 +50,9 @@ class Profile:
 
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
     mounted; ``kernel_modules`` must be loaded; ``interfaces`` are network interfaces that must have
-    a link; ``ib_pkeys`` are partition keys that InfiniBand ports must hold, as ``0x8001``. ``path``
-    is the file that it was read from, and ``inherits`` the profile whose expectations it took over.
+    a link; ``ib_pkeys`` are partition keys that InfiniBand ports must hold, as ``0x8001``; the name
+    service must know ``users``. ``path`` is the file that it was read from, and ``inherits`` the
+    profile whose expectations it took over.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Profile:
     services: TextExpectation | None = None
     mounts: TextExpectation | None = None
     kernel_modules: TextExpectation | None = None
+    users: TextExpectation | None = None
 
 
 NO_PROFILE = Profile(name="none", about="no profile matches this node")

@@ -101,6 +101,7 @@ def build_request(
         profile=settings.profile,
         trigger=trigger,
         job_id=job_id if job_id is not None or hook is None else hook.id,
+        job_uid=None if hook is None else hook.uid,
     )
 
 

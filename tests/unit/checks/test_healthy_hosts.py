@@ -29,6 +29,7 @@ from gpuops.host.storage.mounts import MountTable
 from gpuops.host.storage.nvme import Array, MdRaid, Nvme, NvmeDrive
 from gpuops.host.storage.write_test import WriteAnswer, Writes
 from gpuops.host.systemd import RuntimeAnswer, Unit, Units
+from gpuops.host.users import UserLookup, Users
 
 SUITE = load_suite("full", [Path(__file__).parents[3] / "checks" / "suites"])
 NODES = 3000
@@ -293,6 +294,14 @@ def host(draw):
             elapsed_s=draw.random(),
             error=draw.choice([None, "munge exited with code 6"]),
         ),
+        "users": Users(
+            (
+                UserLookup(
+                    asked="20001", of_job=True, elapsed_s=5.0, uid=draw.choice([None, 20001])
+                ),
+                UserLookup(asked="canary", elapsed_s=draw.uniform(0, 5), uid=5000),
+            )
+        ),
         "container_runtime": RuntimeAnswer(),
         "dcgm": dcgm(draw),
     }
@@ -316,6 +325,7 @@ def host(draw):
         services=words(*SERVICES),
         mounts=words("/home", "/scratch/"),
         kernel_modules=words(*MODULES),
+        users=words("canary"),
     )
     return facts, profile
 

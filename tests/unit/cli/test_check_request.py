@@ -57,11 +57,13 @@ def settings(env=None, **flags):
 
 
 def test_a_hook_tells_its_job_and_a_flag_goes_before_it():
-    env = {"SLURM_JOB_ID": "12"}
+    env = {"SLURM_JOB_ID": "12", "SLURM_JOB_UID": "20001"}
 
     assert build_request(settings(), env, trigger="epilog").job_id == "12"
     assert build_request(settings(), env, trigger="epilog", job_id="13").job_id == "13"
     assert build_request(settings(), env).job_id is None
+    assert build_request(settings(), env, trigger="prolog").job_uid == 20001
+    assert build_request(settings(), env).job_uid is None
 
 
 @pytest.mark.parametrize("job_id", ["", "12.0", "twelve", "-1", "٣"])

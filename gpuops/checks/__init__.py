@@ -65,6 +65,8 @@ _PACKAGES = {
     "nic_pcie_link": "nic",
     "interfaces": "nic",
     "pci_aer": "nic",
+    "pcie_acs": "nic",
+    "iommu": "nic",
     "dcgm_diag": "gpu",
 }
 NAMES = tuple(_PACKAGES)

@@ -43,17 +43,18 @@ def read_aer(root: Path = Path("/")) -> AerBus:
     """Return the error counts; no device without a PCI bus or error reporting."""
     watched: dict[str, tuple[str, Path]] = {}
     for device in entries_of(root / "sys/bus/pci/devices"):
-        what = _what(device)
+        what = kind_of_device(device)
         if what is None:
             continue
         watched[device.name] = what, device
-        for above in _above(device):
+        for above in ports_above(device):
             watched.setdefault(above.name, ("port", above))
     found = (_device(address, *watched[address]) for address in sorted(watched))
     return AerBus(tuple(item for item in found if item is not None), len(watched))
 
 
-def _what(device: Path) -> str | None:
+def kind_of_device(device: Path) -> str | None:
+    """Return what the PCI function *device* is; None if it is none of those that matter here."""
     vendor, kind = number_of(device / "vendor", 16), number_of(device / "class", 16)
     if kind is None or is_there(device / "physfn"):
         return None
@@ -66,8 +67,8 @@ def _what(device: Path) -> str | None:
     return None
 
 
-def _above(device: Path) -> list[Path]:
-    """Return the ports between *device* and the root of the bus."""
+def ports_above(device: Path) -> list[Path]:
+    """Return the ports between *device* and the root of the bus, the nearest first."""
     try:
         parents = list(device.resolve().parents)[:_LEVELS_MAX]
     except OSError:

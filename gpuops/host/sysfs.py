@@ -66,7 +66,7 @@ def _is_gpu(device: Path) -> bool:
 
 
 def _gpu(device: Path) -> PciGpu:
-    return PciGpu(device.name, _answers(device / "config"), _driver(device / "driver"))
+    return PciGpu(device.name, _answers(device / "config"), driver_of(device))
 
 
 def _answers(config: Path) -> bool | None:
@@ -78,9 +78,10 @@ def _answers(config: Path) -> bool | None:
     return vendor != b"\xff\xff" if len(vendor) == 2 else None
 
 
-def _driver(link: Path) -> str | None:
+def driver_of(device: Path) -> str | None:
+    """Return the kernel driver that is bound to *device*."""
     try:
-        return link.readlink().name
+        return (device / "driver").readlink().name
     except OSError:
         return None
 

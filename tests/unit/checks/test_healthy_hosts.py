@@ -380,7 +380,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 24
+    assert len(planned_for(facts)) == 25
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ _PACKAGES = {
     "munge": "host",
     "user_lookup": "host",
     "container_runtime": "host",
+    "bmc_events": "host",
+    "power_supplies": "host",
     "ib_ports": "nic",
     "ib_errors": "nic",
     "ib_pkeys": "nic",

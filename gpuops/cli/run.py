@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuops.agent.elastic import supervisor
-from gpuops.agent.launch.identity import SECRET_VARIABLES, leave, meaning
+from gpuops.agent.launch.identity import leave, meaning
+from gpuops.agent.launch.job_token import SECRET_VARIABLES
 from gpuops.agent.launch.options import HelpAskedError, RunRequest, help_text, read_words
 from gpuops.agent.launch.planning import request_of
 from gpuops.agent.launch.preconditions import refuse_nested

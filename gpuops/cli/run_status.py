@@ -1,5 +1,6 @@
 """``gpuops run status``: the live state of a run, from any node that can read its folder."""
 
+import contextlib
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from gpuops.agent.launch.identity import token_of
+from gpuops.agent.launch.job_token import given_token, own_token_file, read_own_token
 from gpuops.agent.launch.plan import EndpointKind
 from gpuops.cli.history import open_history
 from gpuops.cli.options import json_option, settings_of, store_option
@@ -202,7 +203,7 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
         GpuopsError: The token is invalid, or the driver is missing.
     """
     kind, run_key = address.get("kind"), text_or_empty(address.get("run_key"))
-    token = token_of(environ(), _token_file(settings), current_uid())
+    token = "" if address.get("insecure") else _token(settings)
     if kind == EndpointKind.TCP:
         host, port = text_or_empty(address.get("host")), int_or_none(address.get("port"))
         if not host or port is None or not 0 < port < 2**16:
@@ -220,10 +221,13 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
     return None
 
 
-def _token_file(settings: Settings) -> str | None:
+def _token(settings: Settings) -> str:
     value = settings.values.get("run.token_file")
-    path = None if value is None else value.value
-    return str(path) if path else None
+    path = str(value.value) if value is not None and value.value else None
+    given = given_token(environ(), path, current_uid())
+    with contextlib.suppress(OSError):
+        return given or read_own_token(own_token_file(settings.state_dir), current_uid())
+    return ""
 
 
 def _from_store(ctx: click.Context, store: str | None, run_id_part: str | None) -> RunView:

@@ -402,6 +402,9 @@ RUN_SETTINGS = (
         "a file with the token that authenticates the agents of a run (or GPUOPS_TOKEN)",
     ),
     _run_setting(
+        "insecure", parse_switch, "off", "runs on several nodes without a token, open as torchrun's"
+    ),
+    _run_setting(
         "exit_code_file",
         parse_absolute_path,
         None,

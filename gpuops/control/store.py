@@ -19,6 +19,10 @@ class ControlStoreError(GpuopsError):
     """The store refuses, and would again: a wrong token, too large a value, an invalid answer."""
 
 
+class OtherTokenError(ControlStoreError):
+    """The store, or an agent that wrote into it, has another token than this agent."""
+
+
 class ControlStoreUnreachableError(ControlStoreError):
     """No answer within the deadline; a retry may succeed."""
 

@@ -3,11 +3,13 @@
 import re
 import socket
 from contextlib import contextmanager
+from stat import S_IMODE
 
 import pytest
 from support.runs import JOBS, Run, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+TOKEN = {"GPUOPS_TOKEN": "4f" * 16}
 
 
 def free_port():
@@ -22,9 +24,10 @@ def two_agents(folder, *words):
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"),
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
     )
+    home = {"GPUOPS_STATE": str(folder / "home")}  # which the nodes share, and so its token
     with (
-        Run(folder / "a", *flags, *words, nproc=1, env={"SLURMD_NODENAME": "nodea"}) as one,
-        Run(folder / "b", *flags, *words, nproc=1, env={"SLURMD_NODENAME": "nodeb"}) as two,
+        Run(folder / "a", *flags, *words, nproc=1, env=home | {"SLURMD_NODENAME": "nodea"}) as one,
+        Run(folder / "b", *flags, *words, nproc=1, env=home | {"SLURMD_NODENAME": "nodeb"}) as two,
     ):
         yield one, two
 
@@ -44,6 +47,28 @@ for step in itertools.count(1):
 """
 
 
+def holds(path, token):
+    return path.name != "token" and token.encode() in path.read_bytes()
+
+
+def test_a_node_with_a_token_of_its_own_ends_at_once_and_says_what_to_do(tmp_path):
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--health-gate=off")
+    place = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    words = (*flags, place, JOBS / "plain.py")
+    with Run(tmp_path / "a", *words, nproc=1) as one, Run(tmp_path / "b", *words, nproc=1) as two:
+        refused = wait_until(lambda: ended(one, two), what="the end of one of them")
+        assert refused.process.returncode == 64, refused.said()
+
+    (line,) = refused.err.read_text().splitlines()
+    assert "it has another token" in line
+    assert f"is in {refused.folder}/state/token, which this node does not share" in line
+    assert "export GPUOPS_TOKEN=$(openssl rand -hex 32) before srun" in line
+
+
+def ended(*runs):
+    return next((run for run in runs if run.process.poll() is not None), None)
+
+
 def best_incident(both):
     incidents = [incident for run in both for incident in run.incidents()]
     assert len({incident["id"] for incident in incidents}) == 1
@@ -58,6 +83,9 @@ def test_two_agents_share_run_generation_and_incident(tmp_path):
 
         assert [run.finish(120) for run in both] == [0, 0], one.said() + two.said()
 
+    assert S_IMODE((tmp_path / "home" / "token").stat().st_mode) == 0o600
+    token = (tmp_path / "home" / "token").read_text().strip()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and holds(path, token)]
     events = [event for run in both for event in run.events()]
     assert len({event["run_id"] for event in events if event["run_id"]}) == 1
     assert one.directory.name == two.directory.name
@@ -86,8 +114,8 @@ def test_all_ranks_stop_at_one_step_when_only_a_spare_is_asked_to_stop(tmp_path)
     flags = ("--nnodes=1", "--spares=1", "--rdzv-backend=c10d", "--rdzv-id=job")
     place = ("--local-addr=127.0.0.1", f"--rdzv-endpoint=127.0.0.1:{free_port()}", script)
     with (
-        Run(tmp_path / "a", *flags, *place, env={"SLURMD_NODENAME": "nodea"}) as one,
-        Run(tmp_path / "b", *flags, *place, env={"SLURMD_NODENAME": "nodeb"}) as two,
+        Run(tmp_path / "a", *flags, *place, env=TOKEN | {"SLURMD_NODENAME": "nodea"}) as one,
+        Run(tmp_path / "b", *flags, *place, env=TOKEN | {"SLURMD_NODENAME": "nodeb"}) as two,
     ):
         both = [one, two]
         seated = wait_until(

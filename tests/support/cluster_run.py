@@ -11,6 +11,8 @@ from support.ledger import problems, read_lines
 from support.runs import JOBS, is_alive, wait_until, whole_lines
 
 LIMIT_S = 120.0
+# Each host has a state directory of its own, so a token that one makes is not that of the others.
+TOKEN = "4f" * 16
 # Below those that the kernel gives to whoever asks for any: another test would have it sooner.
 PORTS = range(20_000, 32_000)
 
@@ -81,7 +83,7 @@ class ClusterRun:
             *flags,
         ]
         self.script, self.args = JOBS / script, args
-        self.env = {"JOB_DIR": str(self.job), **(env or {})}
+        self.env = {"JOB_DIR": str(self.job), "GPUOPS_TOKEN": TOKEN, **(env or {})}
         self.agents = []
 
     def __enter__(self):

@@ -57,7 +57,10 @@ class _Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperLocation:
-    """This node's identity and failure domain, and the token that peers authenticate with."""
+    """This node's identity and failure domain, and the token that peers authenticate with.
+
+    Without a token (``--insecure``) nothing is served to peers.
+    """
 
     me: Member
     token: str
@@ -154,8 +157,13 @@ class CommitFollower:
         ).to_json()
 
     def _serve_peers(self, client: KeeperClient, port: int = 0) -> int:
-        """Have the keeper listen for its peers, on *port* unless that is 0; return the port."""
+        """Have the keeper listen for its peers, on *port* unless that is 0.
+
+        Returns the port, 0 if this node serves nothing.
+        """
         at = self._location
+        if not at.token:
+            return 0
         return client.serve_peers(
             at.me.address, node=at.me.node, token=at.token, job=at.job, port=port
         )
@@ -178,7 +186,7 @@ class CommitFollower:
             KeeperError: The keeper does not answer.
         """
         previous, port = self._previous
-        if port is not None:
+        if port:
             # The other nodes connect to this port for as long as their generation lasts.
             self._port = self._serve_peers(client, port)
         if epoch is None:

@@ -90,6 +90,8 @@ class NodeStatus(KeeperProgress):
 class Inventory(Message):
     """The states that a joining node holds in memory, and the port where peers fetch them.
 
+    Port 0: the node serves none.
+
     Digests are roots only: enough to compare copies. ``domain``: its failure domains, the widest
     first; () where none is known. ``stored_max`` is the greatest epoch in the persistent directory,
     -1 where there is none or it was not listed in time.

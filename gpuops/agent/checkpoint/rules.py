@@ -363,7 +363,11 @@ def plan_generation(
         placement=placement,
         n_domains=len(set(domains.values())) or None,
         together=n_colocated(placement, domains),
-        peers={m.node: (m.address, held[m.agent].port) for m in everybody if m.agent in held},
+        peers={
+            m.node: (m.address, held[m.agent].port)
+            for m in everybody
+            if m.agent in held and held[m.agent].port
+        },
     )
     if before is None:
         # Only the ranks know whether the directory has a newer state, of a former run.
@@ -392,6 +396,10 @@ def newest_restorable(
     for position, member in enumerate(roster.members):
         first = roster.first_rank(position)
         ranks[member.node] = tuple(range(first, first + member.n_workers))
+    unserved = {agents[agent] for agent, it in held.items() if agent in agents and not it.port}
+    for node in unserved:
+        own = {Shard(rank, roster.world_size) for rank in ranks.get(node, ())}
+        copies[node] = [copy for copy in copies[node] if copy.shard in own]
     copies, persistent = _with_stored(copies, stored)
     return plan_restore(
         RestoreInputs(

@@ -324,11 +324,10 @@ def _commit_follower(
     launch: LaunchContext, endpoint: ControlEndpoint, session: RunSession, control: ControlClient
 ) -> CommitFollower:
     """Return the part of this node in the agreement on checkpoints."""
-    plan, run_id = launch.request.plan, session.identity.run_id
+    plan = launch.request.plan
     place = PeerPlace(
         me=control.me,
-        # Without a token peers prove only the run's id, which the control store shows to anyone.
-        token=plan.endpoint.token or run_id,
+        token=plan.endpoint.token,
         job=session.identity.folder,
         directory=plan.checkpoints.directory,
         domain=domain_of(plan.checkpoints.domain, control.me.node, launch.env, log.warning),

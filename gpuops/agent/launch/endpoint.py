@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
+from gpuops.agent.launch.job_token import refused_token
 from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
 from gpuops.agent.launch.restart_policy import NodeCount
@@ -26,6 +27,7 @@ from gpuops.control.store import (
     ControlStore,
     ControlStoreError,
     ControlStoreUnreachableError,
+    OtherTokenError,
 )
 from gpuops.control.tcp.client_connection import OtherRunError, is_local
 from gpuops.control.tcp.process import RESTART_LEASE_S as GUARD_LEASE_S
@@ -63,6 +65,7 @@ class ControlEndpoint:
             "port": meeting.port,
             "run_key": meeting.run_key,
             "endpoint": self.endpoint,
+            **({} if not meeting.is_insecure else {"insecure": 1}),
         }
 
 
@@ -84,7 +87,8 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
 
     Raises:
         ControlStoreUnreachableError: Not there within *limit_s*.
-        ControlStoreError: It is another run's, and stays; or it wants another token.
+        UsageError: It has another token, and stays.
+        ControlStoreError: It is another run's, and stays.
     """
     if meeting.kind is EndpointKind.PRIVATE:
         address = local_address or LOOPBACK
@@ -97,15 +101,18 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
         try:
             # Each time: the server of an earlier run may just have come to its end.
             server = _start(meeting) if is_host else None
-        except PortTakenError as exc:
-            if not patience.bears(exc):
-                raise
-            wait(RETRY_S)
-            continue
-        try:
             met = _reach(meeting, local_address, deadline_s)
-        except (ControlStoreUnreachableError, OtherRunError) as exc:
-            if not patience.bears(exc):
+        except (
+            PortTakenError,
+            ControlStoreUnreachableError,
+            OtherRunError,
+            OtherTokenError,
+        ) as exc:
+            # A token of the user's own is older than the run before this one.
+            is_final = isinstance(exc, OtherTokenError) and meeting.own_token is not None
+            if is_final or not patience.bears(exc):
+                if isinstance(exc, OtherTokenError):
+                    raise refused_token(exc, meeting) from None
                 raise
             wait(RETRY_S)
             continue
@@ -175,6 +182,11 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
     from gpuops.control.postgres.store import PostgresControlStore
 
     table = PostgresControlStore(meeting.url, run_key=meeting.run_key, token=meeting.token)
+    try:
+        table.get(RECORD_KEY)
+    except ControlStoreError:
+        table.close()
+        raise
     parts = urlsplit(meeting.url)
     host, port = parts.hostname or LOOPBACK, parts.port or 5432
     return ControlEndpoint(

@@ -36,6 +36,7 @@ from gpuops.agent.journal.session import RunOutcome, RunSession, ended_as
 from gpuops.agent.launch.assemble import AssembledAgent, LaunchContext, assemble, checkpoint_job
 from gpuops.agent.launch.endpoint import ControlEndpoint, meet
 from gpuops.agent.launch.identity import RunIdentity
+from gpuops.agent.launch.job_token import with_own_token
 from gpuops.agent.launch.node_context import describe_run, node_context_of
 from gpuops.agent.launch.option_values import check_startable
 from gpuops.agent.launch.options import RunRequest
@@ -59,6 +60,7 @@ from gpuops.errors import (
     EXIT_REQUEUE,
 )
 from gpuops.host.clock import Clock
+from gpuops.host.trust import current_uid
 from gpuops.model import uuid7
 from gpuops.scrub import scrub
 from gpuops.units import NS_PER_S
@@ -83,9 +85,8 @@ def launch(
     """Run the job to its end and return how that was.
 
     Raises:
-        UsageError: A value that torch's own checks refuse; an unusable run directory or store URL;
-            checkpoints that cannot persist where they should; another job, or another agent of
-            this node, under the same id.
+        UsageError: A value that torch's own checks refuse; an unusable run directory, store URL or
+            directory of checkpoints; another token; another job or agent under the same id.
     """
     is_explicit = _has_shutdown_timeout(request, env)
     config, logs = configure(request)
@@ -95,7 +96,7 @@ def launch(
     prepare_environment(env)
     timeout_s = float(getattr(config, "shutdown_timeout", None) or 0)
     prepared = LaunchContext(
-        request=request,
+        request=with_own_token(request, current_uid()),
         config=config,
         entry=entry,
         clock=clock,

@@ -91,7 +91,7 @@ TORCH_OPTIONS = (
 OUR_OPTIONS = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
-    *("token_file", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
+    *("token_file", "insecure", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
 )
 
 
@@ -201,6 +201,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     _add_checkpoints(parser)
     _add_health(parser)
     _add_nodes(parser)
+    _add_trust(parser)
     _add_output(parser)
     # None marks what the user left out; torch 2.8 would say 29500 for the port.
     defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
@@ -316,6 +317,24 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         "--grow-after",
         metavar="S|never",
         help="How long a new node waits until the run restarts to take it in; default: 300.",
+    )
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Trust between nodes")
+    _both(
+        group,
+        "--token-file",
+        metavar="FILE",
+        help="The token that all agents of the run have (or GPUOPS_TOKEN); default: one of yours "
+        "that the first run makes, which works where nodes share your home directory.",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_const",
+        const="on",
+        help="Without a token, as open as torchrun: who reaches the port can read and stop the "
+        "run. Checkpoints in memory are not copied to other nodes.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from gpuops.incident.decision import RestartPolicy
 
@@ -26,8 +27,14 @@ class EndpointPlan:
     host: str = ""
     port: int = 0
     url: str = field(default="", repr=False)  # of Postgres; a secret
-    token: str = field(default="", repr=False)  # of the job; a secret; "": none was given
+    token: str = field(default="", repr=False)  # of the job; a secret
+    own_token: Path | None = None  # the file of the user's own token, where none was given
     is_host: bool | None = None
+
+    @property
+    def is_insecure(self) -> bool:
+        """Return whether anyone may be an agent of this run."""
+        return self.kind is not EndpointKind.PRIVATE and not (self.token or self.own_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpuops.agent.launch.endpoint import Endpoint, fill_torch, resolve_endpoint, workers_master
-from gpuops.agent.launch.identity import HOW, token_of
+from gpuops.agent.launch.job_token import TOKEN, given_token, own_token_file
 from gpuops.agent.launch.option_values import RendezvousTimeouts, parse_conf
 from gpuops.agent.launch.options import (
     OUR_OPTIONS,
@@ -57,8 +57,7 @@ def request_of(
     timing = parse_conf(options["rdzv_conf"].text or "", "--rdzv-conf")
     plan = replace(_plan(options, terms, place, step), checkpoints=_checkpoints(options, settings))
     plan = _timed(replace(plan, spares=size.spares, local_address=found.local_addr), timing)
-    token = token_of(env, options["token_file"].text, uid)
-    plan = replace(plan, endpoint=replace(plan.endpoint, token=token))
+    plan = _with_token(plan, options, env, settings.state_dir, uid)
     _fill(found, options, plan, place, step, is_standalone=is_standalone)
     is_private = place.kind is EndpointKind.PRIVATE
     return RunRequest(
@@ -98,6 +97,28 @@ def _plan(
         decide=read(decide, schema.parse_function_name) if decide.text else None,
         parks=step is not None and endpoint.kind is not EndpointKind.PRIVATE,
     )
+
+
+def _with_token(
+    plan: LaunchPlan, options: Options, env: Mapping[str, str], state_dir: Path, uid: int
+) -> LaunchPlan:
+    """Return *plan* with the given token, or with where the user's own is, unless insecure."""
+    given = given_token(env, options["token_file"].text, uid)
+    insecure, replicas = options["insecure"], options["ckpt_replicas"]
+    if plan.endpoint.kind is EndpointKind.PRIVATE:
+        return plan  # nothing listens
+    if not read(insecure, schema.parse_switch):
+        own = None if given else own_token_file(state_dir)
+        return replace(plan, endpoint=replace(plan.endpoint, token=given, own_token=own))
+    if given:
+        name = TOKEN if env.get(TOKEN) else options["token_file"].shown
+        raise UsageError(f"{insecure.shown}: a token is given, too ({name}); leave one out")
+    if replicas.is_set and not replicas.is_general and plan.checkpoints.replicas > 1:
+        raise UsageError(
+            f"{insecure.shown}: no node serves its states to others, as {replicas.shown} asks; "
+            "leave one out"
+        )
+    return replace(plan, checkpoints=replace(plan.checkpoints, replicas=1))
 
 
 def _checkpoints(options: Options, settings: Settings) -> CheckpointPlan:
@@ -173,9 +194,9 @@ def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts) -> tuple[str, ...]:
     lines = []
     if timing.ignored:
         lines.append(f"--rdzv-conf: {', '.join(timing.ignored)} means nothing here and is left out")
-    if plan.endpoint.kind is EndpointKind.TCP and not plan.endpoint.token:
+    if plan.endpoint.is_insecure:
         lines.append(
-            f"no token: whoever reaches port {plan.endpoint.port} of {plan.endpoint.host} can stop "
-            f"this run; {HOW}"
+            "--insecure: whoever reaches the agents can read and stop this run, as with torchrun; "
+            "no node serves its checkpoints in memory to others"
         )
     return tuple(lines)

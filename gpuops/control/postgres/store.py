@@ -24,6 +24,7 @@ from gpuops.control.store import (
     ControlStoreResetError,
     Entry,
     HeartbeatReply,
+    OtherTokenError,
 )
 from gpuops.host.net.job_proof import PROOF_BYTES, nonce
 
@@ -184,7 +185,7 @@ class PostgresControlStore:
         try:
             return None if row is None else self._signer.verify_value("", bytes(row[0]), row[1])
         except SignatureError as exc:
-            raise ControlStoreError(
+            raise OtherTokenError(
                 f"the control store in Postgres has another token for this run: {exc}"
             ) from None
 

@@ -14,7 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gpuops.control.fair_lock import FairLock
-from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.store import (
+    ControlStoreError,
+    ControlStoreUnreachableError,
+    OtherTokenError,
+)
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.wire import ControlRequest, ReplyKind
 from gpuops.host.net import job_proof as proof
@@ -26,18 +30,20 @@ BACKOFF_MAX_S = 1.0
 _CHUNK = 2**18
 
 SocketAddress = tuple[socket.AddressFamily, tuple[object, ...]]
-_WELCOME_ERRORS = {
-    ProofWelcome.OTHER_JOB: "it belongs to another run (--rdzv-id)",
-    ProofWelcome.WRONG_TOKEN: "it has another token",
-}
 
 
 class WrongServerError(ControlStoreError):
-    """What listens there is not a gpuops control store, or one of another run or token."""
+    """What listens there is not a gpuops control store, or that of another run."""
 
 
 class OtherRunError(WrongServerError):
     """What listens there is the control store of another run, which may be at its end."""
+
+
+_WELCOME_ERRORS: dict[ProofWelcome, tuple[type[ControlStoreError], str]] = {
+    ProofWelcome.OTHER_JOB: (OtherRunError, "it belongs to another run (--rdzv-id)"),
+    ProofWelcome.WRONG_TOKEN: (OtherTokenError, "it has another token"),
+}
 
 
 class ControlConnection:
@@ -74,7 +80,7 @@ class ControlConnection:
 
         Raises:
             ControlStoreUnreachableError: No answer until *end_s*, or the line was closed.
-            WrongServerError: See there.
+            WrongServerError, OtherTokenError: See there.
             ControlStoreError: The server refuses the request.
         """
         with self._lock.acquire(max(end_s - time.monotonic(), 0.0)) as acquired:
@@ -161,8 +167,8 @@ class ControlConnection:
         except WireError as exc:
             raise self._wrong_server_error("it is not a gpuops control store") from exc
         if code in _WELCOME_ERRORS:
-            kind = OtherRunError if code is ProofWelcome.OTHER_JOB else WrongServerError
-            raise self._wrong_server_error(_WELCOME_ERRORS[code], kind)
+            kind, why = _WELCOME_ERRORS[code]
+            raise self._wrong_server_error(why, kind)
         if code is ProofWelcome.BUSY:
             raise ConnectionRefusedError("it has too many connections")
 
@@ -201,8 +207,8 @@ class ControlConnection:
         )
 
     def _wrong_server_error(
-        self, why: str, kind: type[WrongServerError] = WrongServerError
-    ) -> WrongServerError:
+        self, why: str, kind: type[ControlStoreError] = WrongServerError
+    ) -> ControlStoreError:
         return kind(
             f"what answers at {format_address(self._address)} is not the control store of the run: "
             f"{why}"

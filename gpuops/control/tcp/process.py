@@ -18,7 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuops.config.resolve import environ
-from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.store import (
+    ControlStoreError,
+    ControlStoreUnreachableError,
+    OtherTokenError,
+)
 from gpuops.control.tcp.client_connection import OtherRunError, format_address, listen_address
 from gpuops.control.tcp.server import LEASE_S, RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
@@ -135,7 +139,8 @@ def _check_same_run(host: str, port: int, run_key: str, token: str) -> None:
         store.get(RUN_OVER_KEY)
     except ControlStoreError as exc:
         may_end = isinstance(exc, OtherRunError | ControlStoreUnreachableError)
-        kind = PortTakenError if may_end else ControlStoreError
+        is_token = isinstance(exc, OtherTokenError)
+        kind = PortTakenError if may_end else OtherTokenError if is_token else ControlStoreError
         raise kind(f"the port is taken on this machine, and {exc}") from exc
     finally:
         store.close()

@@ -97,6 +97,19 @@ def test_what_the_directory_has_by_now_goes_with_the_wish_for_a_seat():
         pass
 
 
+def test_without_a_token_a_keeper_listens_for_no_peer():
+    world = SavingWorld(RestartPolicy(nodes_min=2, nodes_max=2, restarts_max=9), 2)
+    player = world.players[0]
+    place = KeeperLocation(me=player.me, token="", job="run")
+    agreement = CommitFollower(player.store, player.link.keys, place, no_survey, world.said.append)
+
+    assert Inventory.from_json(agreement.inventory(player.keeper)).port == 0
+
+
+def no_survey(_directory):
+    raise AssertionError("there is no directory")
+
+
 def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_tried():
     tries = itertools.count(1)
 

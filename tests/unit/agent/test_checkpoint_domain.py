@@ -121,6 +121,25 @@ def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, i
         assert (notes.restore.state, notes.restore.epoch) == (state, 3)
 
 
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["own ranks", "swapped"])
+def test_nodes_that_serve_nothing_go_on_from_their_own_memory_alone(is_swapped):
+    """As with --insecure, where each node says that it listens nowhere."""
+    before = placed({"a": (), "b": ()})
+    digest, state = Digest(100, b"", f"{7:064x}"), StateId(2, 40)
+    held = {
+        f"agent-{node}": Inventory(
+            port=0,
+            copies=(ShardCopy(state, Shard(rank, 2), "layout", digest, Tier.MEMORY, node),),
+        )
+        for rank, node in enumerate("ba" if is_swapped else "ab")
+    }
+    roster = roster_of(("a", "b"), generation=1)
+    notes = plan_generation(roster, held, before, replicas=1, excluded_step=None)
+
+    assert notes.peers == {}
+    assert (notes.restore is not None and notes.restore.state) == (not is_swapped and state)
+
+
 def test_copies_lie_in_different_domains():
     domains = {f"n{at}": ("row1", f"rack{at % 4}") for at in range(8)}
     notes = placed(domains)

@@ -1,13 +1,12 @@
-"""The small questions of a launch: grace, torch's variables, the token, nesting, who is who."""
+"""The small questions of a launch: grace, torch's variables, nesting, who is who."""
 
-import os
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 
 import pytest
 from support.launches import requested
 
-from gpuops.agent.launch.identity import fingerprint, leave, meaning, token_of
+from gpuops.agent.launch.identity import fingerprint, leave, meaning
 from gpuops.agent.launch.preconditions import refuse_nested, why_not_python
 from gpuops.agent.launch.slurm import drain_grace
 from gpuops.agent.launch.torch_compat import HEARTBEAT, collective_env, heartbeat_s
@@ -15,7 +14,6 @@ from gpuops.errors import UsageError
 
 pytestmark = pytest.mark.torch
 NOW_S = 1_700_000_000.0
-TOKEN = "5b" * 16
 
 
 def ends_in(seconds):
@@ -92,43 +90,6 @@ def test_the_names_that_torch_is_told_are_in_this_torch():
     text = (Path(torch.__file__).parent / header).read_text()
     for name in ("DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "HEARTBEAT_TIMEOUT_SEC"):
         assert f'"TORCH_NCCL_{name}"' in text
-
-
-def token_file(folder, mode=0o600, text=f"{TOKEN}\n"):
-    path = folder / "token"
-    path.write_text(text)
-    path.chmod(mode)
-    return str(path)
-
-
-def test_the_token_is_from_the_environment_or_from_a_private_file(tmp_path):
-    uid = os.getuid()
-    assert token_of({}, None, uid) == ""
-    assert token_of({"GPUOPS_TOKEN": TOKEN}, None, uid) == TOKEN
-    assert token_of({}, token_file(tmp_path), uid) == TOKEN
-    assert token_of({"GPUOPS_TOKEN": "a" * 16}, token_file(tmp_path), uid) == "a" * 16
-
-
-def test_a_token_that_others_can_read_is_refused_and_never_said(tmp_path):
-    for mode in (0o640, 0o604):
-        with pytest.raises(UsageError, match="chmod 600") as caught:
-            token_of({}, token_file(tmp_path, mode), os.getuid())
-        assert TOKEN not in str(caught.value)
-    (tmp_path / "link").symlink_to(token_file(tmp_path))
-    for path in ("link", "no-such", "."):
-        with pytest.raises(UsageError, match=r"run\.token_file"):
-            token_of({}, str(tmp_path / path), os.getuid())
-
-
-def test_a_short_token_is_refused_without_being_said(tmp_path):
-    for env, file in (
-        ({"GPUOPS_TOKEN": "hunter2"}, None),
-        ({}, token_file(tmp_path, text="hunter2")),
-        ({"GPUOPS_TOKEN": "hunter2" * 1000}, None),
-    ):
-        with pytest.raises(UsageError, match="openssl rand") as caught:
-            token_of(env, file, os.getuid())
-        assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 from support.boards import RUN_KEY, TOKEN, server
@@ -10,9 +11,13 @@ from support.boards import RUN_KEY, TOKEN, server
 from gpuops.agent.elastic.workers import free_port
 from gpuops.agent.launch.endpoint import address_towards, meet
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
-from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.store import (
+    ControlStoreError,
+    ControlStoreUnreachableError,
+)
 from gpuops.control.tcp.process import start_server
 from gpuops.control.tcp.server import RUN_OVER_KEY
+from gpuops.errors import UsageError
 from gpuops.host.clock import FakeClock
 
 PRIVATE = EndpointPlan(kind=EndpointKind.PRIVATE, run_key="job")
@@ -132,15 +137,37 @@ def test_a_run_that_stays_is_refused_after_a_while(is_host):
     assert sum(waits) == 1.0
 
 
-def test_another_token_is_refused_at_once():
+def test_another_token_than_that_of_the_user_is_refused_at_once(tmp_path):
     waits = []
     with (
         server(token="another token") as other,
-        pytest.raises(ControlStoreError, match="another token"),
+        pytest.raises(UsageError, match=rf"another token.*{tmp_path}/token, .*=\$\(openssl rand"),
     ):
-        join(tcp_meeting(other.port, is_host=False), waits=waits)
+        join(
+            replace(tcp_meeting(other.port, is_host=False), own_token=tmp_path / "token"),
+            waits=waits,
+        )
 
     assert waits == []
+
+
+def test_a_job_with_a_new_token_waits_for_the_end_of_its_run_before():
+    """As a requeued batch script does that makes a token each time."""
+    waits = []
+    with server(token="of the run before") as before:
+        meeting = tcp_meeting(before.port, is_host=False)
+        with pytest.raises(UsageError, match=r"another token.*GPUOPS_TOKEN or --token-file gives"):
+            join(meeting, waits=waits, predecessor_s=1.0)
+    assert sum(waits) == 1.0
+
+    with server(token="of the run before") as before:
+        met = join(tcp_meeting(before.port, is_host=True), wait=lambda _s: before.kill())
+    try:
+        assert met.store.get("control").version == 0
+    finally:
+        met.store.put(RUN_OVER_KEY, b"0")
+        met.store.close()
+        met.guard.close()
 
 
 def test_what_is_told_of_a_board_holds_no_secret():

@@ -195,18 +195,34 @@ def test_rdzv_conf_maps_on_what_there_is_and_names_the_rest(script):
     assert "join_timeout" not in line
 
 
-def test_a_run_on_several_nodes_without_a_token_says_so_and_how_to_set_one(script):
-    token = "4f" * 16
-    bare = requested("--nnodes=2", *C10D, script)
-    proved = requested("--nnodes=2", *C10D, script, env={"GPUOPS_TOKEN": token})
+def test_agents_on_several_nodes_have_a_given_token_or_that_of_their_user(script):
+    own = requested("--nnodes=2", *C10D, script, env={"GPUOPS_STATE": "/state"})
+    given = requested("--nnodes=2", *C10D, script, env={"GPUOPS_TOKEN": "4f" * 16})
 
-    (line,) = bare.warnings
-    assert "whoever reaches port 29400 of head can stop this run" in line
-    assert "GPUOPS_TOKEN=$(openssl" in line
-    assert proved.warnings == ()
-    assert proved.plan.endpoint.token == token
-    assert token not in repr(proved)
-    assert requested(script).warnings == ()
+    assert (own.plan.endpoint.token, str(own.plan.endpoint.own_token)) == ("", "/state/token")
+    assert (given.plan.endpoint.token, given.plan.endpoint.own_token) == ("4f" * 16, None)
+    assert not own.plan.endpoint.is_insecure
+    assert not given.plan.endpoint.is_insecure
+    assert (own.warnings, given.warnings) == ((), ())
+    assert "4f4f" not in repr(given)
+    assert requested(script).plan.endpoint.own_token is None
+
+
+def test_insecure_is_said_once_and_keeps_states_at_home(script):
+    request = requested("--nnodes=2", "--insecure", *C10D, script)
+
+    (line,) = request.warnings
+    assert line.startswith("--insecure: whoever reaches the agents can read and stop this run")
+    assert request.plan.endpoint.is_insecure
+    assert request.plan.checkpoints.replicas == 1
+    assert requested("--insecure", script).warnings == ()
+
+
+def test_insecure_contradicts_a_token_and_copies_on_other_nodes(script):
+    with pytest.raises(UsageError, match=r"--insecure.*\(GPUOPS_TOKEN\); leave one out"):
+        requested("--nnodes=2", "--insecure", *C10D, script, env={"GPUOPS_TOKEN": "4f" * 16})
+    with pytest.raises(UsageError, match=r"--insecure.*--ckpt-replicas=3 asks; leave one out"):
+        requested("--nnodes=2", "--insecure", "--ckpt-replicas=3", *C10D, script)
 
 
 def test_srun_gives_nodes_order_place_and_name(script):

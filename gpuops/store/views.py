@@ -1,7 +1,8 @@
 """Views ``v_*`` for people and Grafana: names in place of ids, timestamps in place of microseconds.
 
 They are code, not data: `gpuops.store.migrate` makes them anew at each upgrade. Beside each time
-stands its age in days (``days_ago``), so that one query works on both databases.
+stands its age in days (``days_ago``), so that one query works on both databases. ``by_root``: root
+wrote it; else a user did, who can blame any node.
 """
 
 import re
@@ -42,9 +43,10 @@ _VIEWS = {
     "v_findings": """
         SELECT n.hostname AS node, r.suite, f.check_name, f.entity_kind, f.entity_id, f.status,
             f.failure_class, f.value, f.unit, f.message, r.runs, {time:r.start_us} AS since,
-            {time:r.last_us} AS until, {days:r.last_us} AS days_ago, r.id AS check_run_id
+            {time:r.last_us} AS until, {days:r.last_us} AS days_ago, r.id AS check_run_id,
+            c.name AS cluster, r.origin_uid = 0 AS by_root
         FROM check_results f JOIN check_runs r ON r.id = f.check_run_id
-        JOIN nodes n ON n.id = r.node_id
+        JOIN nodes n ON n.id = r.node_id JOIN clusters c ON c.id = n.cluster_id
     """,
     "v_incidents": """
         SELECT i.id AS incident_id, c.name AS cluster, i.failure_class, i.category, i.side,
@@ -57,8 +59,10 @@ _VIEWS = {
     "v_culprits": """
         SELECT i.id AS incident_id, i.failure_class, i.side, i.confidence, i.state, i.run_id,
             p.entity_kind, p.entity_id, n.hostname AS node, p.account_key = i.account_key AS stands,
-            {time:i.first_us} AS first_seen, {days:i.first_us} AS days_ago
+            {time:i.first_us} AS first_seen, {days:i.first_us} AS days_ago,
+            c.name AS cluster, substr(p.account_key, 1, 5) = 'root/' AS by_root
         FROM incident_culprits p JOIN incidents i ON i.id = p.incident_id
+        JOIN clusters c ON c.id = i.cluster_id
         LEFT JOIN nodes n ON n.id = p.node_id
     """,
     "v_parts": """
@@ -66,16 +70,16 @@ _VIEWS = {
             {time:p.first_seen_us} AS first_seen, {time:p.last_seen_us} AS last_seen
         FROM components p JOIN nodes n ON n.id = p.node_id
     """,
-    # A drain lasts until the node is resumed or drained anew, else until now.
+    # A drain lasts until the node is resumed or drained anew, else until now. All are root's.
     "v_drains": """
-        SELECT n.hostname AS node, s.actor, s.reason, s.job_id, {time:s.t_us} AS drained,
-            {time:s.next_us} AS until, {days:s.t_us} AS days_ago,
+        SELECT c.name AS cluster, n.hostname AS node, s.actor, s.reason, s.job_id,
+            {time:s.t_us} AS drained, {time:s.next_us} AS until, {days:s.t_us} AS days_ago,
             24 * ({days:s.t_us} - coalesce({days:s.next_us}, 0)) AS hours
         FROM (
             SELECT node_id, actor, reason, job_id, state, t_us,
                 lead(t_us) OVER (PARTITION BY node_id ORDER BY t_us, id) AS next_us
             FROM node_states
-        ) s JOIN nodes n ON n.id = s.node_id
+        ) s JOIN nodes n ON n.id = s.node_id JOIN clusters c ON c.id = n.cluster_id
         WHERE s.state = 'drained'
     """,
 }

@@ -91,9 +91,31 @@ class Fleet:
         self.tell("check.unchanged", node, days_ago, **told)
 
 
+def lines_of_a_user():
+    """Return what a user says who wants n2 to be a lemon, a GPU to be bad, a check to be noisy."""
+    user = Fleet.__new__(Fleet)
+    user.now_us, user.teller = time.time_ns() // 1000, Teller("user")
+    for node, days_ago in (("n2", 1), ("n2", 1.5), ("n2", 2.5), ("n3", 1)):
+        user.incident(node, "GPU-framed", days_ago, failure_class=FailureClass.GPU_CONFIG)
+    user.checked("n3", 0.2)
+    return user.teller.lines
+
+
 def asked(store, name):
     with store.begin() as connection:
         return [tuple(row) for row in connection.execute(text(QUERIES[NAMES.index(name)]))]
+
+
+@pytest.mark.parametrize("name", ["lemons", "every_slot", "drained", "noisiest"])
+def test_a_user_changes_no_answer_about_nodes_and_parts(store, name):
+    before = asked(store, name)
+    url = store.url.render_as_string(hide_password=False)
+    with open_store(url, mode="write") as opened, opened.begin() as connection:
+        ingest(connection, envelopes(lines_of_a_user(), uid=1000), 1)
+        origins = connection.execute(text("SELECT DISTINCT by_root FROM v_culprits")).all()
+
+    assert {bool(row[0]) for row in origins} == {True, False}
+    assert [row[:-1] for row in asked(store, name)] == [row[:-1] for row in before]
 
 
 def test_each_has_at_most_ten_lines():
@@ -109,8 +131,8 @@ def test_the_time_between_failures_is_by_class(store):
     assert float(mttf_days) == pytest.approx((9.9 + 8 + 4) / 5, abs=0.6)
 
 
-def test_a_lemon_has_three_incidents(store):
-    assert asked(store, "lemons") == [("n1", 3, 1)]
+def test_a_lemon_has_three_incidents_that_root_recorded(store):
+    assert asked(store, "lemons") == [("c1", "n1", 3, 1)]
 
 
 def test_a_gpu_that_failed_wherever_it_was_is_named(store):
@@ -118,9 +140,9 @@ def test_a_gpu_that_failed_wherever_it_was_is_named(store):
 
 
 def test_a_drain_lasts_until_the_resume_or_now(store):
-    ((node, drains, hours),) = asked(store, "drained")
+    ((cluster, node, drains, hours),) = asked(store, "drained")
 
-    assert (node, drains) == ("n1", 2)
+    assert (cluster, node, drains) == ("c1", "n1", 2)
     assert float(hours) == pytest.approx(36, abs=1)
 
 

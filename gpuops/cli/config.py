@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from gpuops.checks.core import silence, site
-from gpuops.checks.core.profile_files import load_profiles
+from gpuops.checks.core.profile_files import load_profiles, parse_profile
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths, unknown_name
 from gpuops.checks.core.xid_catalogue import load_sxids, load_xids
 from gpuops.cli.options import json_option, settings_of
-from gpuops.config.resolve import SETTINGS, Settings
+from gpuops.config.resolve import SETTINGS, Settings, read_toml
 from gpuops.errors import EXIT_OK, EXIT_USAGE, ConfigError, UsageError
+from gpuops.gate.session import is_profile_file
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import CheckFolders, check_folders, current_uid
 from gpuops.incident.runbook import load_runbooks
@@ -110,8 +111,14 @@ def validate_settings(
     folders = check_folders(settings.site_dir, uid=uid, on_error=on_error)
     suites = list(_suites(folders, settings.suite, found))
     profiles = load_profiles(folders.profiles, on_error)
-    if settings.profile is not None and settings.profile not in profiles:
-        found.add_mistake(f"check.profile: {unknown_name('profile', settings.profile, profiles)}")
+    named = settings.profile
+    if named is not None and is_profile_file(named):
+        try:
+            parse_profile(Path(named), read_toml(Path(named)), profiles, on_error)
+        except ConfigError as exc:
+            on_error(exc)
+    elif named is not None and named not in profiles:
+        found.add_mistake(f"check.profile: {unknown_name('profile', named, profiles)}")
     found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
     found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
     found.read.append(f"log rules: {len(load_rules(folders.rules, on_error))}")

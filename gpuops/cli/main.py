@@ -42,6 +42,10 @@ COMMANDS = {
     ),
     "incident": ("gpuops.cli.history:incident", "List and show incidents."),
     "node": ("gpuops.cli.node:node", "List nodes; show one's findings, drains and repairs."),
+    "profile": (
+        "gpuops.cli.profile:profile",
+        "Capture a hardware profile from a node that is known to be good.",
+    ),
     "repair": ("gpuops.cli.node:repair", "Record that a node was repaired."),
     "report": ("gpuops.cli.history:report", "Say where a run's time went, and who was to blame."),
     "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),

@@ -192,7 +192,7 @@ SETTINGS = (
         "GPUOPS_PROFILE",
         to_text,
         lambda _env, _root: None,
-        "the hardware profile of this node; unset: the one that matches it",
+        "the hardware profile of this node, by name or file; unset: the one that matches it",
     ),
     Setting(
         "gate.mode",

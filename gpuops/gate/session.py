@@ -23,11 +23,12 @@ from pathlib import Path
 from gpuops.checks.core.check import ProbeContext
 from gpuops.checks.core.probes import ProbeResult, ProfileChooser, collect
 from gpuops.checks.core.profile import NumberExpectation, Profile
-from gpuops.checks.core.profile_files import fits, load_profiles, profile_for
+from gpuops.checks.core.profile_files import fits, load_profiles, parse_profile, profile_for
 from gpuops.checks.core.recording import Recording
 from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, judge, run_suite
 from gpuops.checks.core.silence import Silence, apply_silences, load_silences
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths
+from gpuops.config.resolve import read_toml
 from gpuops.errors import ConfigError
 from gpuops.gate.node_state import (
     GPUS_PROBE,
@@ -44,7 +45,7 @@ from gpuops.host.gpu_names import Gpus
 from gpuops.host.node_state import BootMoment
 from gpuops.host.process.abandoned import AbandonedProbes, abandoned
 from gpuops.host.records import from_json
-from gpuops.host.trust import check_folders
+from gpuops.host.trust import check_folders, refuse_foreign_file
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 
@@ -123,7 +124,7 @@ class CheckRequest:
 
     ``gpus``: see `gpuops.checks.core.check.JudgeContext`. ``trigger``, ``job_id`` and ``job_uid``:
     the caller, and the Slurm job that the hook is for with its user
-    (`gpuops.gate.node_state.StateUpdate`). ``profile``: the name of the one to use without
+    (`gpuops.gate.node_state.StateUpdate`). ``profile``: name or file of the one to use without
     matching. ``uid``: the trusted owner of files (`gpuops.host.trust`).
     """
 
@@ -180,6 +181,11 @@ class CheckPlan:
         return selector
 
 
+def is_profile_file(text: str) -> bool:
+    """Return whether *text* (``check.profile``) is the path of a file, not a profile's name."""
+    return "/" in text or text.endswith(".toml")
+
+
 def make_plan(request: CheckRequest) -> CheckPlan:
     """Read the files that *request* names.
 
@@ -189,6 +195,12 @@ def make_plan(request: CheckRequest) -> CheckPlan:
     """
     folders = check_folders(request.site_dir, uid=request.uid)
     suite = load_suite(request.suite, folders.suites).only(request.only).within(request.deadline_s)
+    profiles = load_profiles(folders.profiles)
+    if request.profile is not None and is_profile_file(request.profile):
+        path = Path(request.profile)
+        refuse_foreign_file(path, uid=request.uid)
+        profiles[path.stem] = parse_profile(path, read_toml(path), profiles)
+        request = replace(request, profile=path.stem)
     plan = CheckPlan(
         request=request,
         suite=suite.expecting_gpus(request.gpus_expected, request.gpus_expected_origin),
@@ -201,7 +213,7 @@ def make_plan(request: CheckRequest) -> CheckPlan:
             xid_dirs=folders.xid,
             job_uid=request.job_uid,
         ),
-        profiles=load_profiles(folders.profiles),
+        profiles=profiles,
         silences=load_silences(folders.silences),
     )
     plan.selector(None)

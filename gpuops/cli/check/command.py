@@ -55,6 +55,7 @@ _NAGIOS_EXIT_CODES = {
     type=click.FloatRange(0, 3600, min_open=True),
     help="Seconds for all probes; instead of the suite's.",
 )
+@click.option("--profile", metavar="NAME|FILE", help="Judge by this hardware profile.")
 @click.option("--gpus-expected", metavar="N", type=int, help="GPUs that this node must have.")
 @click.option(
     "--trigger",
@@ -84,6 +85,7 @@ def check(
     only: tuple[str, ...],
     gpus: str,
     deadline: float | None,
+    profile: str | None,
     gpus_expected: int | None,
     trigger: str,
     job_id: str | None,
@@ -102,7 +104,9 @@ def check(
     mistake on the command line or in a file; 70 gpuops itself failed.
     """
     _reject_conflicting_options(ctx)
-    settings = settings_of(ctx, check__suite=suite, check__gpus_expected=gpus_expected)
+    settings = settings_of(
+        ctx, check__suite=suite, check__gpus_expected=gpus_expected, check__profile=profile
+    )
     request = build_request(
         settings,
         environ(),
@@ -114,7 +118,7 @@ def check(
     )
     recording = None if facts is None else read_recording(facts)
     if recording is not None:
-        request = for_recording(request, recording)
+        request = for_recording(request, recording, profile)
     if explain is not None:
         from gpuops.cli.check.explain import explain_check
 
@@ -156,7 +160,15 @@ def _reject_conflicting_options(ctx: click.Context) -> None:
         if len(group & given) > 1:
             raise UsageError(text)
     for option in ("as_list", "explain"):
-        other = given - {option, "as_json", "suite", "only", "gpus_expected", "no_record"}
+        other = given - {
+            option,
+            "as_json",
+            "suite",
+            "only",
+            "gpus_expected",
+            "profile",
+            "no_record",
+        }
         if option in given and other:
             names = ", ".join(
                 sorted(param.opts[0] for param in ctx.command.params if param.name in other)

@@ -123,16 +123,18 @@ def read_recording(path: Path) -> "Recording":
     return parse_recording(content.decode("utf-8", errors="replace"), str(path))
 
 
-def for_recording(request: CheckRequest, recording: "Recording") -> CheckRequest:
+def for_recording(
+    request: CheckRequest, recording: "Recording", profile: str | None = None
+) -> CheckRequest:
     """Return *request* for the recorded node: its name and its configuration.
 
-    The configuration of this machine does not apply; a flag does.
+    The configuration of this machine does not apply; a flag does, as *profile* (``--profile``).
     """
     by_flag = request.gpus_expected_origin == "flag"
     return replace(
         request,
         node=recording.node,
-        profile=recording.profile,
+        profile=profile or recording.profile,
         gpus_expected=request.gpus_expected if by_flag else recording.gpus_expected,
         gpus_expected_origin="flag" if by_flag else "recording",
     )

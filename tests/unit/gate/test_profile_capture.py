@@ -1,0 +1,65 @@
+"""The table of `gpuops profile capture`, and what its rows take from the facts."""
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from support.gpus import eight, gpu, node, part
+
+from gpuops.checks import check_named
+from gpuops.checks.core.profile import Profile
+from gpuops.checks.core.profile_files import parse_profile
+from gpuops.gate.profile_capture import ROWS, profile_text
+from gpuops.host.kernel_state import Modules
+from gpuops.host.systemd import Unit, Units
+
+NOT_EXPECTED = {"name", "about", "path", "inherits", "match"}
+# What jobs need of them is nothing that a node shows.
+BY_HAND = {"ib_pkeys", "users"}
+
+
+def captured(tmp_path, **facts):
+    text = profile_text(facts, node="n1", day="2026-03-02", root=tmp_path)
+    earlier = {"h100-sxm": Profile(name="h100-sxm")}
+    return parse_profile(Path("rack7.toml"), tomllib.loads(text), earlier)
+
+
+def test_each_key_of_a_profile_has_a_row_or_is_written_by_hand():
+    keys = {item.name for item in fields(Profile)} - NOT_EXPECTED
+
+    assert {row.key for row in ROWS} == keys - BY_HAND
+    assert all(check_named(row.check).probe for row in ROWS)
+
+
+def test_only_what_runs_is_required(tmp_path):
+    units = (
+        Unit(name="munge", load="loaded", active="active"),
+        Unit(name="sssd", load="loaded", active="inactive"),
+        Unit(name="docker", load="not-found", active="inactive"),
+    )
+    profile = captured(
+        tmp_path,
+        services=Units(systemd=True, units=units),
+        kernel_modules=Modules(("nvidia",), ("gdrdrv",)),
+    )
+
+    assert profile.services.value == ("munge",)
+    assert profile.services.source == "captured on n1, 2026-03-02 (services)"
+    assert profile.kernel_modules.value == ("nvidia",)
+    assert profile.match.nodes == ("n1",)
+
+
+def test_what_differs_between_the_gpus_is_left_out(tmp_path):
+    odd = part(gpu(7), "power", limit_w=500.0)
+    profile = captured(tmp_path, gpus=node(*eight()[:7], odd))
+
+    assert profile.power_limit_w is None
+    assert (profile.nvlink_count.value, profile.fabric.value) == (18, True)
+    assert not profile.nvlink_count.is_shipped
+
+
+def test_a_name_with_signs_of_a_pattern_matches_itself(tmp_path):
+    named = "NVIDIA X100 (2) [a+b]"
+    profile = captured(tmp_path, gpus=node(gpu(0, name=named)))
+
+    assert profile.match.gpu == r"NVIDIA X100 \(2\) \[a\+b\]"

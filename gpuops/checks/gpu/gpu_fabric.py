@@ -69,13 +69,15 @@ def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Fi
 def _judge(gpu: NvmlGpu, parameters: Parameters, facts: Gpus, context: JudgeContext) -> GpuResult:
     fabric, profiled = gpu.fabric, context.profile.fabric
     expected = profiled is not None and profiled.value
+    # A shipped profile does not know whether a board of four has switches.
+    is_known = _has_switches(facts) or (profiled is not None and not profiled.is_shipped)
     if fabric is None or (fabric.state == _NOT_SUPPORTED and not expected):
         return NotReported("" if fabric is None else "it has no fabric")
     if fabric.state != _COMPLETED:
         why = _not_needed(gpu, fabric.state, facts)
         if why is not None:
             return NotReported(f"{why} (state: {_STATES.get(fabric.state, fabric.state)})")
-        return [_outside(fabric, parameters, context, expected=expected and _has_switches(facts))]
+        return [_outside(fabric, parameters, context, expected=expected and is_known)]
     if fabric.status:
         return [_bad(f"joining the fabric failed (NVML code {fabric.status})", fabric.status)]
     return _health(fabric)

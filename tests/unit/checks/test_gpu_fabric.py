@@ -128,3 +128,12 @@ def test_a_gpu_that_is_alone_needs_no_fabric():
 
 def test_a_fabric_that_is_not_told_is_skipped():
     assert said(findings(None))[1:] == [("n1", "skip", None)]
+
+
+def test_four_gpus_of_a_rack_fail_where_the_sites_own_profile_expects_the_fabric():
+    fabric = replace(PROFILED.profile.fabric, is_shipped=False)
+    case = replace(PROFILED, profile=replace(PROFILED.profile, fabric=fabric))
+
+    assert said(findings(Fabric(state=2, status=0), case, count=4)) == [
+        ("GPU-1", "fail", "gpu_sw.fabric")
+    ]

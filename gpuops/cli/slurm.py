@@ -3,6 +3,7 @@
 ``prolog`` and ``epilog`` do not import SQLAlchemy, except in the child that requests a permit.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.text import reason_lines
-from gpuops.cli.options import settings_of
+from gpuops.cli.options import json_option, settings_of, store_option
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
 from gpuops.gate.health_check import (
@@ -32,11 +33,12 @@ from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
-from gpuops.model import Status
+from gpuops.model import Status, envelope
 from gpuops.resources import data_dir
 from gpuops.slurm.env import HookJob, job_of
 from gpuops.slurm.scontrol import find_scontrol
 from gpuops.store.fuse import FuseSettings
+from gpuops.units import iso_utc
 
 verdict_option = click.option(
     "--verdict",
@@ -128,6 +130,59 @@ def diag(ctx: click.Context) -> int:
         return EXIT_OK
     _print_line(f"not passed: check {DIAGNOSTIC} gave no pass, or another check fails")
     return EXIT_FAIL if check_run.verdict is Status.FAIL else EXIT_UNKNOWN
+
+
+@slurm.command(epilog="Example: gpuops slurm drains --dry-run")
+@store_option
+@click.option("--dry-run", is_flag=True, help="Show what would be recorded, record nothing.")
+@json_option
+@click.pass_context
+def drains(ctx: click.Context, store: str | None, *, dry_run: bool, as_json: bool) -> None:
+    """Record in the store who drained and resumed nodes by hand, from Slurm's reasons.
+
+    It asks slurmctld once for all nodes: run it every few minutes, as root, on one host. What is
+    on record already is not recorded again. If slurmctld or the store does not respond, it exits
+    with 75, and the next run finds the same drains.
+    """
+    from gpuops.gate.slurm_drains import record_drains
+
+    uid = current_uid()
+    if uid != 0 and not dry_run:
+        raise UsageError(
+            f"gpuops slurm drains must be run by root, not by uid {uid}: users' reports about nodes"
+            " do not count; try sudo, or --dry-run"
+        )
+    settings = settings_of(ctx, store__url=store)
+    report = record_drains(
+        _scontrol(ctx)(),
+        settings.store_url,
+        cluster=settings.cluster,
+        clock=SystemClock(),
+        root=settings.root,
+        dry_run=dry_run,
+    )
+    states = [
+        {
+            "node": item.node,
+            "state": "drained" if item.drained else "resumed",
+            "time": iso_utc(item.t_us),
+            "actor": item.actor,
+            "reason": item.reason,
+        }
+        for item in report.changes
+    ]
+    if as_json:
+        counts = {"dry_run": dry_run, "nodes": report.nodes, "unknown": report.unknown}
+        body = envelope("gpuops.slurm-drains/1", {**counts, "states": states})
+        click.echo(json.dumps(body, indent=2))
+        return
+    for state in states:
+        line = "{node}: {state} {time} by {actor}: {reason}".format_map(state)
+        click.echo(printable(line))
+    click.echo(
+        f"{'would record' if dry_run else 'recorded'} {len(states)} drains and resumes by hand; "
+        f"Slurm has {report.nodes} nodes, the store knows {report.nodes - report.unknown} of them"
+    )
 
 
 @slurm.command(epilog="Example: gpuops slurm install --print")

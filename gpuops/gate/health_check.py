@@ -255,7 +255,6 @@ def _publish(drain: DrainRecord, health: HealthContext) -> NodeActionResult:
 
 
 HEALTH_PUBLISH_S = 6.0
-_PERSON = "administrator"
 # The check whose pass is a diagnostic that passed.
 DIAGNOSTIC = "dcgm_diag"
 _JITTER_STEPS = 1000
@@ -439,14 +438,14 @@ def _record_takeover(context: HookContext, drain: DrainRecord, view: SlurmNode) 
     """Record that a person resumed the node, or has it drained for a reason of their own."""
 
     def events() -> list[Event]:
-        from gpuops.store.events import drained_event, resumed_event
+        from gpuops.store.events import ADMINISTRATOR, drained_event, resumed_event
 
         if view.drained and view.reason != drain.reason:
             text = view.reason or "no reason"
-            return [drained_event(drain.node, text, clock=context.clock, actor=_PERSON)]
+            return [drained_event(drain.node, text, clock=context.clock, actor=ADMINISTRATOR)]
         if not view.drained and drain.stage == DrainStage.SET:
             text = f"resumed by hand; was {drain.reason}"
-            return [resumed_event(drain.node, text, clock=context.clock, actor=_PERSON)]
+            return [resumed_event(drain.node, text, clock=context.clock, actor=ADMINISTRATOR)]
         return []
 
     record(events, drain.node, context.options, context.clock)

@@ -6,20 +6,27 @@ Source: scontrol(1), "show node" and "update"; slurm.conf(5), "NODE STATES".
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from gpuops.errors import ProbeError, SlurmError
-from gpuops.host.process.command import CommandAnswer, ask, find
+from gpuops.host.process.command import BYTES_MAX, CommandAnswer, ask, find
+from gpuops.units import US_PER_S
 
 # Where sites install Slurm outside the usual folders; a hook has no PATH.
 _PLACES = ("scontrol", "/opt/slurm/bin/scontrol", "/usr/local/slurm/bin/scontrol")
 TIMEOUT_S = 4.0
+# All nodes of a cluster, about 1 kB each.
+CLUSTER_TIMEOUT_S = 30.0
+CLUSTER_BYTES_MAX = 64 * 2**20
 _PASSED_ON = ("SLURM_CONF", "SLURM_CONF_SERVER")
 # `State=IDLE*+DRAIN`: the characters after a state are flags.
 _SIGNS = "*~#!%$@^-"
 _STATE = re.compile(r"^ *State=(\S+)", re.MULTILINE)
 _REASON = re.compile(r"^ *Reason=(.*)$", re.MULTILINE)
 _WHO = re.compile(r"(?P<text>.*) \[(?P<user>[^\[\]@]+)@(?P<time>[^\[\]@]+)\]")
+# Further lines of a reason are indented, so that none begins like a node.
+_RECORD = re.compile(r"^NodeName=(\S+)", re.MULTILINE)
 # Such a node is only configured, or slurmctld has given it up.
 _ABSENT = frozenset(
     {"UNKNOWN", "FUTURE", "NOT_RESPONDING", "INVALID", "INVALID_REG", "POWERED_DOWN"}
@@ -28,12 +35,16 @@ _ABSENT = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmNode:
-    """One node as slurmctld sees it. ``reason_by``: the user who set the reason."""
+    """One node as slurmctld sees it.
+
+    ``reason_by``: the user who set the reason, at ``reason_us``; None: slurmctld does not say.
+    """
 
     name: str
     states: frozenset[str]
     reason: str | None = None
     reason_by: str | None = None
+    reason_us: int | None = None
 
     @property
     def drained(self) -> bool:
@@ -74,7 +85,38 @@ def parse_node(name: str, text: str) -> SlurmNode:
     who = _WHO.fullmatch(found[1].rstrip())
     if who is None:
         return SlurmNode(name=name, states=states, reason=found[1].rstrip() or None)
-    return SlurmNode(name=name, states=states, reason=who["text"], reason_by=who["user"])
+    return SlurmNode(
+        name=name,
+        states=states,
+        reason=who["text"],
+        reason_by=who["user"],
+        reason_us=_time_us(who["time"]),
+    )
+
+
+def _time_us(text: str) -> int | None:
+    """Return the time in *text*, which scontrol prints in UTC as `Scontrol` runs it."""
+    try:
+        moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return round(moment.timestamp()) * US_PER_S
+
+
+def parse_nodes(text: str) -> list[SlurmNode]:
+    """Return the nodes in *text*, the output of ``scontrol show nodes``.
+
+    Raises:
+        SlurmError: There is none, or one without a state.
+    """
+    starts = list(_RECORD.finditer(text))
+    if not starts:
+        raise SlurmError(f"scontrol show nodes named no node: {text.strip()[:200]!r}")
+    ends = [*(start.start() for start in starts[1:]), len(text)]
+    return [
+        parse_node(start[1], text[start.start() : end])
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +135,19 @@ class Scontrol:
         """
         return parse_node(name, self._run("show", "node", name).output)
 
+    def nodes(self) -> list[SlurmNode]:
+        """Return all nodes that slurmctld knows, by one request.
+
+        Raises:
+            SlurmError: It does not respond.
+        """
+        answer = self._run(
+            "show", "nodes", timeout_s=CLUSTER_TIMEOUT_S, bytes_max=CLUSTER_BYTES_MAX
+        )
+        if answer.cut:
+            raise SlurmError(f"scontrol show nodes printed more than {CLUSTER_BYTES_MAX} bytes")
+        return parse_nodes(answer.output)
+
     def drain(self, name: str, reason: str) -> None:
         """Let no new job start on *name*, for *reason*.
 
@@ -109,9 +164,14 @@ class Scontrol:
         """
         self._run("update", f"NodeName={name}", "State=RESUME")
 
-    def _run(self, *words: str) -> CommandAnswer:
+    def _run(
+        self, *words: str, timeout_s: float | None = None, bytes_max: int = BYTES_MAX
+    ) -> CommandAnswer:
+        env = {**self.env, "TZ": "UTC"}
         try:
-            answer = ask([self.program, *words], self.timeout_s, env=self.env)
+            answer = ask(
+                [self.program, *words], timeout_s or self.timeout_s, bytes_max=bytes_max, env=env
+            )
         except ProbeError as exc:
             raise SlurmError(str(exc)) from exc
         if answer.exit_code != 0:

@@ -68,6 +68,8 @@ UNCHANGED = "check.unchanged"
 DRAINED = "node.drained"
 RESUMED = "node.resumed"
 REPAIRED = "node.repaired"
+# The actor of what a person did with Slurm's own commands; after a blank the user, if known.
+ADMINISTRATOR = "administrator"
 
 
 def drained_event(  # noqa: PLR0913 all but two are keywords

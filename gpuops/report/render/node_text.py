@@ -47,7 +47,7 @@ def history_text(history: NodeHistory) -> str:
         _section(
             f"strikes of the last {STRIKE_DAYS} days, not repaired", _strikes(history.strikes)
         ),
-        _section("drains and resumes by gpuops", map(_state, history.states)),
+        _section("drains and resumes", map(_state, history.states)),
         _section("repairs", map(_repair, history.repairs)),
         _section("parts", map(_component, history.components)),
         _section(

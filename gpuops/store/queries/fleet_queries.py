@@ -1,6 +1,8 @@
-"""Counts of the fleet, by which the fuse decides (`gpuops.store.permits`)."""
+"""Queries about all nodes of a cluster: the fuse's counts (`gpuops.store.permits`), last states."""
 
-from sqlalchemy import Connection, exists, func, select
+from typing import NamedTuple
+
+from sqlalchemy import Connection, and_, exists, func, select
 
 from gpuops.store import coordination, schema
 from gpuops.store.checks import check_runs
@@ -8,6 +10,35 @@ from gpuops.store.fuse import HELD_S, SEEN_S
 from gpuops.units import US_PER_S
 
 _DAY_US = 86_400 * US_PER_S
+
+
+class LastState(NamedTuple):
+    """A node's last drain or resume: ``state`` is ``drained`` or ``resumed``."""
+
+    t_us: int
+    state: str
+    reason: str
+    actor: str
+
+
+def last_states(connection: Connection, cluster: str) -> dict[str, LastState | None]:
+    """Return the last drain or resume of each node of *cluster*; None: it never had one."""
+    node, state = schema.nodes.c, schema.node_states.c
+    # The order of the view v_drains.
+    place = func.row_number().over(
+        partition_by=state.node_id, order_by=(state.t_us.desc(), state.id.desc())
+    )
+    ranked = select(schema.node_states, place.label("place")).subquery()
+    query = (
+        select(node.hostname, *(ranked.c[name] for name in LastState._fields))
+        .join(schema.clusters, schema.clusters.c.id == node.cluster_id)
+        .outerjoin(ranked, and_(ranked.c.node_id == node.id, ranked.c.place == 1))
+        .where(schema.clusters.c.name == cluster)
+    )
+    return {
+        hostname: None if values[0] is None else LastState(*values)
+        for hostname, *values in connection.execute(query)
+    }
 
 
 def nodes_seen(connection: Connection, cluster: str, now_us: int) -> int:

@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node. ``state``: ``drained`` or ``resumed``, gpuops' last action on it, if any."""
+    """One node. ``state``: ``drained`` or ``resumed``, the last on record, if any."""
 
     id: str
     name: str

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.errors import SlurmError
-from gpuops.slurm.scontrol import Scontrol, SlurmNode, find_scontrol, parse_node
+from gpuops.slurm.scontrol import (
+    Scontrol,
+    SlurmNode,
+    find_scontrol,
+    parse_node,
+    parse_nodes,
+)
 
 # As Slurm 22.05 prints it.
 SHOWN = """\
@@ -31,6 +37,7 @@ def test_a_drained_node_has_its_reason_and_who_gave_it():
         states=frozenset({"IDLE", "DRAIN"}),
         reason="Prolog error",
         reason_by="root",
+        reason_us=1_795_211_407_000_000,
     )
 
 
@@ -66,6 +73,54 @@ def test_any_reason_of_one_line_comes_back_as_it_was_given(reason):
     view = parse_node("n1", shown("IDLE+DRAIN", f"{reason} [ann@2026-11-20T21:50:07]"))
 
     assert (view.reason or "", view.reason_by) == (reason, "ann")
+
+
+# As Slurm 22.05 and later print nodes; the second has a reason of several lines and a comment.
+ALL_SHOWN = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1
+   CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.09
+   State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A
+   ExtSensorsJoules=n/s ExtSensorsWatts=0 ExtSensorsTemp=n/s
+
+NodeName=n2.site Arch=x86_64 CoresPerSocket=1
+   CPUAlloc=0 CPUEfctv=4 CPUTot=4 CPULoad=0.09
+   State=DOWN+DRAIN+MAINTENANCE+RESERVED ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A
+   CurrentWatts=0 AveWatts=0
+
+   Reason=ann: swapping a cable [ann@2026-11-25T22:39:14]
+          NodeName=n9 Arch=x
+             State=IDLE
+             Reason=never said [bob@2020-01-01T00:00:00]
+   Comment=Reason=none
+   ReservationName=repair
+
+NodeName=n3 Arch=x86_64 CoresPerSocket=1
+   State=IDLE+DRAIN ThreadsPerCore=1
+   Reason=no time [ann@Unknown]
+
+"""
+
+
+def test_all_nodes_are_read_and_no_line_of_a_reason_begins_one():
+    assert parse_nodes(ALL_SHOWN) == [
+        SlurmNode(name="n1", states=frozenset({"IDLE"})),
+        SlurmNode(
+            name="n2.site",
+            states=frozenset({"DOWN", "DRAIN", "MAINTENANCE", "RESERVED"}),
+            reason="ann: swapping a cable",
+            reason_by="ann",
+            reason_us=1_795_646_354_000_000,
+        ),
+        SlurmNode(
+            name="n3", states=frozenset({"IDLE", "DRAIN"}), reason="no time", reason_by="ann"
+        ),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "No nodes in the system\n", " NodeName=n1\n"])
+def test_an_answer_without_nodes_is_an_error(text):
+    with pytest.raises(SlurmError, match="scontrol show nodes named no node"):
+        parse_nodes(text)
 
 
 @pytest.mark.parametrize("text", ["", "slurm_load_node error", "Node n1 not found"])
@@ -127,3 +182,17 @@ def test_scontrol_is_taken_from_the_folder_that_the_site_names(tmp_path):
 def test_a_missing_scontrol_is_an_error_that_says_what_to_set(tmp_path):
     with pytest.raises(SlurmError, match=r"set slurm\.bin_dir"):
         find_scontrol({}, tmp_path)
+
+
+def test_all_nodes_are_asked_for_at_once_and_in_utc(tmp_path):
+    script = """echo "$@ $TZ" >&2
+[ "$1 $2 $3 $TZ" = "show nodes  UTC" ] || exit 1
+i=0
+while [ $i -lt 3000 ]; do
+    i=$((i+1))
+    printf 'NodeName=n%d Arch=x86_64\n   State=IDLE %0400d\n\n' $i 0
+done"""
+    found = scontrol(tmp_path, script, timeout_s=0.001).nodes()
+
+    assert [node.name for node in found[:2]] == ["n1", "n2"]
+    assert len(found) == 3000

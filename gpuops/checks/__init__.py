@@ -38,6 +38,7 @@ _PACKAGES = {
     "nvlink_errors": "fabric",
     "nvlink_ber": "fabric",
     "gpu_fabric": "gpu",
+    "fabric_manager": "fabric",
     "gpu_modes": "gpu",
     "gpu_versions": "gpu",
     "gpu_processes": "gpu",
@@ -59,6 +60,8 @@ _PACKAGES = {
     "munge": "host",
     "user_lookup": "host",
     "container_runtime": "host",
+    "bmc_events": "host",
+    "power_supplies": "host",
     "ib_ports": "nic",
     "ib_errors": "nic",
     "ib_pkeys": "nic",
@@ -67,6 +70,7 @@ _PACKAGES = {
     "pci_aer": "nic",
     "pcie_acs": "nic",
     "iommu": "nic",
+    "gpudirect_rdma": "nic",
     "dcgm_diag": "gpu",
 }
 NAMES = tuple(_PACKAGES)

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpuops.host.nvml.facts import NvmlSnapshot
 from gpuops.host.nvml.session import read_nvml
 from gpuops.host.process.probe import STOP_S
-from gpuops.host.sysfs import PciGpu, hypervisor, read_pci_gpus, sysfs_address
+from gpuops.host.sysfs import PciGpu, count_amd_gpus, hypervisor, read_pci_gpus, sysfs_address
 from gpuops.host.trust import text_of
 
 _MARGIN_S = 0.1
@@ -22,18 +22,21 @@ _MARGIN_S = 0.1
 class Gpus:
     """The GPUs on the PCI bus and in NVML; the former are known even if NVML hangs.
 
-    ``hypervisor``: what the node runs on if it is a virtual machine.
+    ``hypervisor``: what the node runs on if it is a virtual machine. ``amd``: how many GPUs of AMD
+    are on the bus, counted where none is NVIDIA's.
     """
 
     pci: tuple[PciGpu, ...]
     nvml: NvmlSnapshot
     hypervisor: str | None = None
+    amd: int = 0
 
 
 def read_gpus(root: Path, budget_s: float) -> Gpus:
     """Return both views within *budget_s* seconds."""
     pci, runs_on = read_pci_gpus(root), hypervisor(root)
-    return Gpus(pci, read_nvml(max(budget_s - STOP_S - _MARGIN_S, 0.1), root), runs_on)
+    nvml = read_nvml(max(budget_s - STOP_S - _MARGIN_S, 0.1), root)
+    return Gpus(pci, nvml, runs_on, 0 if pci else count_amd_gpus(root))
 
 
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{8,40})\s*$", re.MULTILINE)

@@ -7,11 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.trust import number_of, text_of
+from gpuops.host.trust import entries_of, number_of, text_of
 
 NVIDIA = 0x10DE
+_AMD = 0x1002
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DISPLAY = 0x03
+# pci.ids: a processing accelerator, as some of AMD's GPUs call themselves.
+_ACCELERATOR = 0x12
 # linux arch/x86: the bit that hypervisors set for their guests (CPUID.1:ECX[31]).
 _GUEST_FLAG = re.compile(r"^flags\s*:.*\bhypervisor\b", re.MULTILINE)
 # By the firmware, as in systemd's src/basic/virt.c. Without x86 there is no such bit; with it, the
@@ -55,6 +58,15 @@ def read_pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
     except OSError:
         return ()
     return tuple(_gpu(device) for device in found if _is_gpu(device))
+
+
+def count_amd_gpus(root: Path = Path("/")) -> int:
+    """Return how many GPUs of AMD are on the bus, which no check looks at."""
+    return sum(
+        number_of(device / "vendor", 16) == _AMD
+        and (number_of(device / "class", 16) or 0) >> 16 in {_DISPLAY, _ACCELERATOR}
+        for device in entries_of(root / "sys/bus/pci/devices")
+    )
 
 
 def _is_gpu(device: Path) -> bool:

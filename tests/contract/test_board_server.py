@@ -285,7 +285,7 @@ def few_places(**limits):
     thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
     thread.start()
     try:
-        yield ports.get(timeout=30), state
+        yield ports.get(timeout=30), state, loop
     finally:
         loop.call_soon_threadsafe(ends.set)
         thread.join()
@@ -295,7 +295,7 @@ def few_places(**limits):
 
 @pytest.mark.parametrize("said", [b"", b"\0\0", b"\0\0\0\x38gpuopsb1"])
 def test_strangers_in_number_keep_no_agent_out(said):
-    with few_places(unauthenticated_per_address_max=4) as (port, state):
+    with few_places(unauthenticated_per_address_max=4) as (port, state, _):
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 stranger = stack.enter_context(Stranger(port))
@@ -308,8 +308,26 @@ def test_strangers_in_number_keep_no_agent_out(said):
         assert state.counters.n_rejected == 0
 
 
+def test_a_burst_of_strangers_does_not_overtake_an_agent():
+    with few_places(connections_max=1024, unauthenticated_per_address_max=256) as places:
+        port, _state, loop = places
+        is_over = threading.Event()
+        loop.call_soon_threadsafe(is_over.wait)
+        with contextlib.ExitStack() as stack:
+            # All of this is in the kernel's queue when the server begins to accept.
+            stack.callback(is_over.set)
+            agent = stack.enter_context(Stranger(port))
+            hello = wire.ControlHello(agent.run, bytes(16), 0, proof.nonce()).to_bytes()
+            agent.say(hello)
+            for _ in range(256 + 40):
+                stack.enter_context(Stranger(port))
+            is_over.set()
+            agent.say(proof.JobHandshake(agent.key, hello + agent.hear()).proof("client"))
+            assert agent.hear()[0] == proof.ProofWelcome.ACCEPTED
+
+
 def test_agents_that_proved_the_token_outlast_any_number_of_strangers():
-    with few_places() as (port, state), contextlib.ExitStack() as stack:
+    with few_places() as (port, state, _), contextlib.ExitStack() as stack:
         boards = [stack.enter_context(contextlib.closing(tcp_board(port))) for _ in range(7)]
         for number, board in enumerate(boards):
             board.put(f"k/{number}", b"v")
@@ -326,7 +344,7 @@ def test_agents_that_proved_the_token_outlast_any_number_of_strangers():
 
 
 def test_an_agent_that_is_slow_to_come_back_keeps_its_place():
-    with few_places(stranger_handshake_s=0.05) as (port, state):
+    with few_places(stranger_handshake_s=0.05) as (port, state, _):
         with Stranger(port) as agent:
             shake = agent.greet()
             assert agent.was_cut_off()

@@ -107,6 +107,19 @@ def test_it_ends_like_a_started_process(tmp_path, text, code):
     assert ends[0][2] == code
 
 
+def test_a_crash_tells_the_stacks_of_all_threads(tmp_path):
+    script = tmp_path / "crashes.py"
+    script.write_text("import ctypes\ndef crash(): ctypes.string_at(8)\ncrash()\n")
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+
+    with warm_popen([sys.executable, str(script)], text=True, stderr=subprocess.PIPE, env=env) as p:
+        said = p.communicate(timeout=60)[1]
+
+    assert p.returncode == -signal.SIGSEGV
+    assert 'crashes.py", line 2 in crash' in said
+    assert "frame #" in said  # of C++
+
+
 def test_only_what_a_fork_can_be_is_forked(server):
     env = dict(os.environ)
     assert server.serves([sys.executable, "-m", "gpuops"], env)
@@ -114,4 +127,5 @@ def test_only_what_a_fork_can_be_is_forked(server):
     assert not server.serves([sys.executable, "-P", "-m", "gpuops"], env)
     assert not server.serves([sys.executable, "-c", "pass"], env)
     assert not server.serves(["/bin/true"], env)
+    assert server.serves([sys.executable, "-m", "gpuops"], env | {"PYTHONFAULTHANDLER": "1"})
     assert not server.serves([sys.executable, "-m", "gpuops"], env | {"LD_PRELOAD": "x.so"})

@@ -37,7 +37,9 @@ def run_script(folder, world, script, name, *, env):
     """
     store = folder / f"store-{uuid.uuid4().hex}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
-    common = kept | {"OMP_NUM_THREADS": "1", "GLOO_STORE": f"file://{store}"} | env
+    # A rank that crashes tells where: its log is in the message of the test that fails.
+    common = kept | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    common |= {"GLOO_STORE": f"file://{store}"} | env
     processes = []
     for rank in range(world):
         own = {

@@ -13,6 +13,7 @@ It has one thread and computes nothing. Each request has a connection of its own
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -40,6 +41,7 @@ import gpuops
 
 # What the interpreter, the loader and the C library read when a process starts.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "KMP_", "MKL_")
+_TELLS_CRASHES = "PYTHONFAULTHANDLER"  # a fork can still obey it
 # Besides all of gpuops.
 _IMPORTED = (
     "sqlalchemy.dialects.sqlite",
@@ -202,7 +204,9 @@ def _listener():
 
 
 def _read_at_start(env):
-    return {name: value for name, value in env.items() if name.startswith(_READ_AT_START)}
+    read = {name: value for name, value in env.items() if name.startswith(_READ_AT_START)}
+    read.pop(_TELLS_CRASHES, None)
+    return read
 
 
 @dataclass
@@ -301,6 +305,7 @@ def _become(request, between, connection, streams, listener):
         warnings._processoptions([program.warning])
     _open_streams(program.unbuffered)
     sys.orig_argv[:] = words
+    _tell_crashes(env)
     if program.module == "gpuops" and program.argv[1:2] == ["run"]:
         _warm_workers()
     _exit(_run(program.module, program.argv))
@@ -364,6 +369,18 @@ def _open_streams(unbuffered):
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _tell_crashes(env):
+    """Have a fatal signal print the stacks of all threads, Python's and those of C++, if asked."""
+    if not env.get(_TELLS_CRASHES):
+        faulthandler.disable()
+        return
+    import torch
+
+    faulthandler.enable(2)
+    with suppress(AttributeError):  # not in every torch
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def _warm_workers():

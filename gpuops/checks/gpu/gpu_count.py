@@ -67,12 +67,17 @@ def gpus_expected(facts: Gpus, context: JudgeContext) -> NumberExpectation | Non
 def judge(facts: Gpus, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return one finding about the count, and those about selected GPUs that are missing.
 
-    A GPU that Slurm surely gave a job fails if NVML does not list it or cannot open it.
+    GPUs of AMD are out of scope, which is said where there are no others. A GPU that Slurm surely
+    gave a job fails if NVML does not list it or cannot open it.
     """
     expected = _expectation(parameters, facts, context)
     is_down = facts.nvml.status in {NvmlStatus.ABSENT, NvmlStatus.ERROR}
     if is_down and facts.nvml.error_code not in NO_ACCESS and expected.count is not None:
         return [finding(_NAME, context.node, _not_started(facts, expected.count, expected.source))]
+    if facts.amd and not facts.pci and not facts.nvml.gpus and expected.count is None:
+        text = f"{facts.amd} GPUs of AMD on the PCI bus: gpuops checks those of NVIDIA only"
+        verdict = GpuVerdict(status=Status.SKIP, message=text, source=None)
+        return [finding(_NAME, context.node, verdict)]
     if facts.nvml.status is not NvmlStatus.OK:
         silent = unanswered(_NAME, facts, context)
         assert silent is not None

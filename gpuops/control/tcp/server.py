@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import socket
 import time
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ RUN_OVER_LEASE_S = 30.0
 SHUTDOWN_LEASE_S = 5.0
 _IDLE_CHECK_S = 0.5
 _BACKLOG = 4096
+# The loop accepts so many before it reads again: a burst of strangers must not be admitted, and cut
+# off an agent, before what the agent has sent already is read.
+_ACCEPT_BATCH = 64
 _FILES_KEPT = 64
 
 
@@ -32,14 +36,13 @@ class ControlStoreServer:
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """Begin to listen; raises OSError where the address cannot be had."""
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(
-            lambda: ControlServerConnection(self.state),
-            host,
-            port,
-            backlog=_BACKLOG,
-            reuse_address=True,
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: ControlServerConnection(self.state), sock=sock, backlog=_ACCEPT_BATCH
         )
+        sock.listen(_BACKLOG)  # the kernel's queue is longer than asyncio's batch
+        return server
 
     def begin_shutdown(self) -> None:
         """End soon after the last agent: a signal to a job step must not end its control store."""

@@ -230,6 +230,7 @@ class ControlServerConnection(asyncio.Protocol):
         if not proof.same(hello.run, self._state.run):
             self._reject(ProofWelcome.OTHER_JOB)
             return
+        self._state.admission.refresh(self)
         challenge = wire.ControlChallenge(proof.nonce(), self._state.instance).to_bytes()
         self._hello = hello
         self._handshake = JobHandshake(self._state.key, body + challenge)

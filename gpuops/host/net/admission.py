@@ -89,6 +89,13 @@ class ConnectionAdmission(Generic[C]):
         self._by_address.setdefault(address, OrderedDict())[connection] = None
         return cut_off
 
+    def refresh(self, connection: C) -> None:
+        """Make *connection*, which has named the right job, the newest of those that wait."""
+        for waiting in (self._strangers, self._expected):
+            if connection in waiting:
+                waiting.move_to_end(connection)
+                self._by_address[waiting[connection]].move_to_end(connection)
+
     def authenticate(self, connection: C) -> bool:
         """Record that *connection* has proved the token; return False where it was cut off."""
         if not self._forget_waiting(connection):

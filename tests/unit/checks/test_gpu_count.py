@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 from support.checks import CASE, said
+from support.fake_root import FakeRoot
 from support.gpus import gpu, node, shipped, silent
 
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation
 from gpuops.checks.gpu.gpu_count import Parameters, judge
 from gpuops.host.nvml.facts import UNREADABLE, CallError, NvmlStatus
+from gpuops.host.sysfs import count_amd_gpus
 
 ABSENT = {"status": NvmlStatus.ABSENT, "error": "nvmlInit: NVML Shared Library Not Found"}
 PROFILED = replace(
@@ -32,6 +34,21 @@ def findings(facts, *, expected=None, case=CASE):
 def test_no_gpu_and_none_expected_is_skipped():
     assert findings(node(**ABSENT)) == [("n1", "skip", None)]
     assert findings(node()) == [("n1", "skip", None)]
+
+
+def test_gpus_of_amd_are_said_to_be_out_of_scope(tmp_path):
+    facts = replace(node(**ABSENT), amd=8)
+    (finding,) = judge(facts, Parameters(), CASE)
+
+    assert said([finding]) == [("n1", "skip", None)]
+    assert finding.message.startswith("8 GPUs of AMD on the PCI bus: gpuops checks")
+    assert findings(facts, expected=8) == [("n1", "fail", "gpu_hw.missing")]
+    assert findings(replace(node(gpu(0)), amd=1)) == [("n1", "pass", None)]
+    root = FakeRoot(tmp_path).gpu("0000:1b:00.0")
+    for number, kind in enumerate(["0x038000", "0x120000", "0x060400"]):
+        device = f"sys/bus/pci/devices/0000:0{number}:00.0"
+        root.write(f"{device}/vendor", "0x1002").write(f"{device}/class", kind)
+    assert count_amd_gpus(root.path) == 2
 
 
 def test_no_gpu_but_some_expected_fails():

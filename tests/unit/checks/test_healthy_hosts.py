@@ -15,6 +15,7 @@ from gpuops.checks.core.profile import (
 )
 from gpuops.checks.core.suite import load_suite
 from gpuops.host.aer import AerBus, AerDevice
+from gpuops.host.bmc import BmcEvent, BmcLog, PowerSupplies, PowerSupply
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
 from gpuops.host.infiniband import PkeyTable, PkeyTables, Port, RdmaPorts
 from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
@@ -24,6 +25,7 @@ from gpuops.host.munge import MungeTrip
 from gpuops.host.net.interfaces import Bond, BondSlave, Interface, Interfaces
 from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.node_state import Counters, CounterSample
+from gpuops.host.nvswitch import NvSwitchBoard
 from gpuops.host.procfs import Memory
 from gpuops.host.storage.mounts import MountTable
 from gpuops.host.storage.nvme import Array, MdRaid, Nvme, NvmeDrive
@@ -241,6 +243,25 @@ def dcgm(draw):
     return DcgmDiagnostic(installed=True, exit_code=code, results=tuple(results))
 
 
+def bmc_events(draw):
+    """Return what fills the logs of healthy nodes: corrected errors, and faults that ended."""
+    kinds = [
+        ("Memory #0x02", "Correctable ECC"),
+        ("Power Supply #0x51", "Presence detected"),
+        ("Power Unit #0x01", "Fully Redundant"),
+        ("Temperature #0x04", "Upper Non-critical going high"),
+        ("Memory #0x02", "Uncorrectable ECC"),
+    ]
+    events = []
+    for _ in range(draw.randrange(9)):
+        sensor, text = draw.choice(kinds)
+        # Uncorrectable ones are of an earlier boot, or of a time without a clock.
+        age_s = draw.uniform(86400, 1e7) if "Unc" in text else draw.uniform(0, 1e6)
+        age = draw.choice([age_s, None])
+        events.append(BmcEvent(sensor=sensor, text=text, asserted=True, age_s=age))
+    return tuple(events)
+
+
 def host(draw):
     """Return the facts of one healthy host by their look, and its profile."""
     nics, disks, cpus = draw.choice([0, 4, 8, 10]), draw.randrange(9), draw.choice([64, 224])
@@ -303,6 +324,20 @@ def host(draw):
             )
         ),
         "container_runtime": RuntimeAnswer(),
+        "bmc_log": BmcLog(events=bmc_events(draw)),
+        "power_supplies": PowerSupplies(
+            sensors=tuple(
+                PowerSupply(name=f"PS{n}", states=(draw.choice(["presence detected", ""]),))
+                for n in range(4)
+            )
+        ),
+        "nvswitch_board": NvSwitchBoard(
+            switches=draw.choice([0, 6]),
+            models=(draw.choice([0x1AF1, 0x22A3]),),
+            fabric_manager=draw.choice([True, True, None]),
+            adapters=nics,
+            peermem=draw.random() < 0.5,
+        ),
         "dcgm": dcgm(draw),
     }
     profile = Profile(
@@ -380,7 +415,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 25
+    assert len(planned_for(facts)) == 29
 
 
 @pytest.mark.parametrize(

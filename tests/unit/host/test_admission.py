@@ -43,6 +43,17 @@ def test_the_oldest_stranger_gives_way_and_no_node_of_the_job():
     assert places.authenticate("node")
 
 
+def test_who_has_named_the_job_gives_way_last():
+    places = admission()
+    for n, name in enumerate("abcd"):
+        assert places.admit(name, f"192.0.2.{n // 2}") == []
+    places.refresh("a")
+    assert places.admit("e", "192.0.2.0") == ["b"]
+    assert places.admit("f", "192.0.2.9") == ["c"]
+    places.refresh("b")  # is gone
+    assert places.authenticate("a")
+
+
 def test_a_connection_with_proof_is_never_cut_off():
     places = admission()
     for name in "abcdef":

@@ -1,4 +1,4 @@
-"""``gpuops db upgrade|status|flush|prune``."""
+"""``gpuops db upgrade|status|flush|replay|prune``."""
 
 import json
 from dataclasses import asdict, fields
@@ -22,6 +22,7 @@ from gpuops.store.schema import REVISION
 from gpuops.store.sizes import GROWTH_DAYS, TableSize
 from gpuops.store.spool.forward import ForwardOptions, ForwardReport, forward_users
 from gpuops.store.spool.read import count_dropped, count_rejected
+from gpuops.store.spool.replay import REPLAY_DEADLINE_S, ReplayReport, replay_rejected
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import NS_PER_S, US_PER_S, format_bytes, format_seconds, iso_utc
@@ -140,7 +141,9 @@ def _print_status(body: Json) -> None:
         waiting = f"{spool['lines']} events wait ({size}, the oldest for {age})"
     click.echo(printable(f"spool   {spool['dir']}: {waiting}"))
     if spool["rejected"]:
-        click.echo(f"        {spool['rejected']} refused lines are kept in rejected/")
+        click.echo(
+            f"        {spool['rejected']} refused lines are kept in rejected/: gpuops db replay"
+        )
     if spool["rejected_dropped"]:
         click.echo(f"        {spool['rejected_dropped']} more did not fit there and were dropped")
 
@@ -271,3 +274,57 @@ def _forward_text(report: ForwardReport) -> str:
         f"{report.already_there} already there, {report.refused} refused, "
         f"{report.corrupt} corrupt, {report.torn} torn"
     )
+
+
+@db.command("replay", epilog="Example: gpuops db replay --dry-run")
+@store_option
+@click.option("--dry-run", is_flag=True, help="Ask the store, but change nothing.")
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=REPLAY_DEADLINE_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds after which the rest is left for the next replay.",
+)
+@json_option
+@click.pass_context
+def replay_command(
+    ctx: click.Context, store: str | None, deadline_s: float, *, dry_run: bool, as_json: bool
+) -> int:
+    """Send refused lines again, after an upgrade or a fix; exit 75 if some were not tried.
+
+    What the store refuses again stays, with its newest reason. As root, also lines of users.
+    """
+    settings = settings_of(ctx, store__url=store)
+    report = replay_rejected(
+        _forward_options(settings), dry_run=dry_run, deadline_s=deadline_s, clock=SystemClock()
+    )
+    if as_json:
+        reasons = [{"reason": text, "lines": n} for text, n in report.most_frequent()]
+        body = {
+            "dry_run": dry_run,
+            "stored": report.stored,
+            "already_there": report.already_there,
+            "refused": report.refused,
+            "reasons": reasons,
+            "note": report.note,
+        }
+        click.echo(json.dumps(envelope("gpuops.db-replay/1", body), indent=2))
+    else:
+        _print_replay(report, dry_run=dry_run)
+    if report.note is None:
+        return EXIT_OK
+    if not as_json:
+        click.echo(printable(f"gpuops: {report.note}"), err=True)
+    return EXIT_TRY_LATER
+
+
+def _print_replay(report: ReplayReport, *, dry_run: bool) -> None:
+    would = "would be " if dry_run else ""
+    click.echo(f"{report.stored} {would}stored")
+    click.echo(f"{report.already_there} already there")
+    click.echo(f"{report.refused} {would}refused again")
+    for reason, n_lines in report.most_frequent():
+        click.echo(printable(f"  {n_lines}: {reason}"))

@@ -179,7 +179,14 @@ def _of_history(place):
     incident = json.loads(place.output("incident", "ls", "--json"))["incidents"][0]["id"]
     history = [("report",), ("incident", "ls"), ("incident", "show", incident)]
     nodes = [("node", "ls"), ("node", "show", "n1"), ("repair", "n1", "--what", "a new fan")]
-    return [*history, *nodes, ("db", "status"), ("db", "flush"), ("run", "status")]
+    return [
+        *history,
+        *nodes,
+        ("db", "status"),
+        ("db", "flush"),
+        ("db", "replay"),
+        ("run", "status"),
+    ]
 
 
 def _of_checkpoints(place):

@@ -67,8 +67,8 @@ def open_to_append(folder: int, name: str) -> int:
     return _checked(os.open(name, flags, 0o600, dir_fd=folder), os.geteuid())
 
 
-def replace_file(folder: int, name: str, content: bytes) -> None:
-    """Replace the file *name* in an open directory of ours; nothing is synced to the disk.
+def replace_file(folder: int, name: str, content: bytes, *, sync: bool = False) -> None:
+    """Replace the file *name* in an open directory of ours; *sync* it to the disk.
 
     Raises:
         OSError: It cannot be written; the old file stays.
@@ -79,7 +79,12 @@ def replace_file(folder: int, name: str, content: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "wb") as file:
         file.write(content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    if sync:
+        os.fsync(folder)
 
 
 def _open_entry(name: str, flags: int, folder: int, uid: int) -> int:

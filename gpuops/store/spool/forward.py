@@ -124,7 +124,7 @@ def why_refused(event: Event, *, nodes: frozenset[str], now_us: int) -> str | No
 class UserSpoolSender(SpoolSender):
     """Sends the spool of one user; ``allowance`` is updated."""
 
-    _rejected_bytes_max = REJECTED_BYTES_MAX
+    rejected_bytes_max = REJECTED_BYTES_MAX
 
     def __init__(  # noqa: PLR0913 all but two are keywords
         self,
@@ -213,7 +213,7 @@ class UserSpoolSender(SpoolSender):
             payload={
                 "what": f"spool of uid {self._uid}",
                 "error": f"the spool of uid {self._uid} has refused lines, the first: "
-                f"{rejected[0].bad_line.reason}; they are kept in {self._records}/rejected",
+                f"{rejected[0].bad_line.reason}; they are kept in {self.records}/rejected",
                 "traceback": None,
             },
         )

@@ -3,11 +3,14 @@
 A torn last line is the result of a crash: skipped and counted. A bad line in the middle is damage
 or malice: reported, for `quarantine`.
 
-A quarantined line is one JSON object: its position, the reason, its first bytes. The directory is
-bounded; lines above the bound are only counted, a byte for each in the file `DROPPED_FILE`.
+A quarantined line is one JSON object: its position, the reason and its bytes, which
+`gpuops.store.spool.replay` sends again; of one that is too long only a head, without a newline. The
+directory is bounded, a quarter of it for incidents and the like; lines above the bound are only
+counted, a byte for each in the file `DROPPED_FILE`.
 """
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -20,15 +23,16 @@ from typing import BinaryIO
 from gpuops.model import Event, Severity
 from gpuops.store.spool.folders import ensure_folder, open_file, open_folder, open_to_append
 from gpuops.store.spool.format import LINE_BYTES_MAX, SpoolLine, SpoolLineError, decode_line
+from gpuops.store.spool.rotate import SPARED
 from gpuops.store.spool.segments import REJECTED_DIR, SpoolSegment, modified_us
 
-BAD_LINE_BYTES_MAX = 8192
+HEAD_BYTES = 8192
 _CHUNK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot be delivered: why, and its first bytes."""
+    """A line that cannot be delivered: why, and its bytes; of one too long, its head."""
 
     reason: str
     raw: bytes
@@ -36,12 +40,13 @@ class BadLine:
 
 @dataclass(frozen=True, slots=True)
 class SpoolEntry:
-    """One line read: *end* is the offset after it; exactly one of the others is set."""
+    """One line read: *end* is the offset after it; exactly one of *line* to *is_torn* is set."""
 
     end: int
     line: SpoolLine | None = None
     bad_line: BadLine | None = None
     is_torn: bool = False
+    raw: bytes = b""
 
 
 def read_lines(
@@ -74,11 +79,11 @@ def read_lines(
                 if not has_newline and not is_closed:
                     return
                 reason = f"longer than {LINE_BYTES_MAX} bytes"
-                yield SpoolEntry(position, bad_line=BadLine(reason, raw[:BAD_LINE_BYTES_MAX]))
+                yield SpoolEntry(position, bad_line=BadLine(reason, raw[:HEAD_BYTES]))
             elif not has_newline and not is_closed:
                 return
             else:
-                yield _decode_entry(raw, position, origin, has_newline=has_newline)
+                yield decode_entry(raw, position, origin, has_newline=has_newline)
 
 
 def _open_at(fd: int, offset: int, bytes_max: int | None) -> BinaryIO:
@@ -98,18 +103,19 @@ def _skip_line(file: BinaryIO) -> tuple[int, bool]:
     return skipped, False
 
 
-def _decode_entry(raw: bytes, end: int, origin: str, *, has_newline: bool) -> SpoolEntry:
+def decode_entry(raw: bytes, end: int, origin: str, *, has_newline: bool) -> SpoolEntry:
+    """Return the entry for the line *raw*, which only *origin* may have written."""
     try:
         line = decode_line(raw)
     except SpoolLineError as exc:
         if not has_newline:
             return SpoolEntry(end, is_torn=True)
-        return SpoolEntry(end, bad_line=BadLine(str(exc), raw[:BAD_LINE_BYTES_MAX]))
+        return SpoolEntry(end, bad_line=BadLine(str(exc), raw))
+    if not has_newline:
+        raw += b"\n"  # the line is complete: only a head is kept without
     if line.origin != origin:
-        return SpoolEntry(
-            end, bad_line=BadLine(f"it claims the origin {line.origin}", raw[:BAD_LINE_BYTES_MAX])
-        )
-    return SpoolEntry(end, line=line)
+        return SpoolEntry(end, bad_line=BadLine(f"it claims the origin {line.origin}", raw))
+    return SpoolEntry(end, line=line, raw=raw)
 
 
 REJECTED_BYTES_MAX = 16 * 2**20
@@ -138,17 +144,18 @@ def quarantine(
     with open_folder(records, uid=uid) as top:
         ensure_folder(top, REJECTED_DIR)
     with open_folder(records, REJECTED_DIR, uid=uid) as folder:
-        bytes_left = bytes_max - sum(_size_bytes(folder, name) for name in _files(folder))
+        bytes_left = bytes_max - sum(_size_bytes(folder, name) for name in rejected_files(folder))
         for item in rejected:
             entry = {
                 "origin": item.segment.origin,
                 "segment": item.segment.number,
                 "end": item.end,
                 "reason": item.bad_line.reason,
-                "raw": item.bad_line.raw.decode("utf-8", "backslashreplace"),
+                "raw": item.bad_line.raw.decode("utf-8", "surrogateescape"),
             }
             data = json.dumps(entry).encode("ascii") + b"\n"
-            if len(data) > bytes_left:
+            is_spared = any(word in item.bad_line.raw for word in SPARED)
+            if len(data) > bytes_left - (0 if is_spared else bytes_max // 4):
                 _append(folder, DROPPED_FILE, b".")
                 continue
             bytes_left -= len(data)
@@ -158,7 +165,10 @@ def quarantine(
 def _append(folder: int, name: str, data: bytes) -> None:
     fd = open_to_append(folder, name)
     try:
-        os.write(fd, data)
+        size = os.fstat(fd).st_size
+        if os.write(fd, data) != len(data):
+            os.ftruncate(fd, size)  # half a record would spoil the next one as well
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
 
@@ -167,7 +177,7 @@ def count_rejected(records: Path) -> int:
     """Return how many lines are quarantined below *records*."""
     count, uid = 0, os.geteuid()
     with contextlib.suppress(OSError), open_folder(records, REJECTED_DIR, uid=uid) as folder:
-        for name in _files(folder):
+        for name in rejected_files(folder):
             with os.fdopen(open_file(folder, name, uid=uid), "rb") as file:
                 count += sum(1 for _ in file)
     return count
@@ -186,7 +196,8 @@ def _size_bytes(folder: int, name: str) -> int:
     return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
 
 
-def _files(folder: int) -> list[str]:
+def rejected_files(folder: int) -> list[str]:
+    """Return the names of the files of refused lines in an open directory."""
     with os.scandir(folder) as entries:
         return sorted(
             entry.name

@@ -15,7 +15,7 @@ from gpuops.store.spool.segments import (
 # The least size of a file on disk, so that many tiny segments count too.
 _BLOCK_BYTES = 4096
 # What a report cannot do without, and what happens seldom.
-_SPARED = tuple(
+SPARED = tuple(
     b'"kind":"%s"' % kind
     for kind in (
         b"incident.recorded",
@@ -38,7 +38,7 @@ def drop_oldest(spool: Path, *, bytes_max: int, segments_max: int) -> tuple[int,
     """
     sizes = {segment: _size(segment) for segment in find_segments(spool)}
     dropped_lines = dropped_bytes = 0
-    for spared in (_SPARED, ()):
+    for spared in (SPARED, ()):
         for segment in list(sizes):
             if sum(sizes.values()) <= bytes_max and len(sizes) <= segments_max:
                 return dropped_lines, dropped_bytes

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
@@ -25,9 +26,8 @@ from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
 from gpuops.store.ingest.projections.registry import project_event
 from gpuops.store.spool.folders import open_folder, open_to_append
-from gpuops.store.spool.format import SpoolLine, SpoolLineError, encode_line
+from gpuops.store.spool.format import SpoolLine, SpoolLineError
 from gpuops.store.spool.read import (
-    BAD_LINE_BYTES_MAX,
     REJECTED_BYTES_MAX,
     BadLine,
     RejectedLine,
@@ -78,7 +78,13 @@ class FlushReport:
     torn: int = 0
 
 
-PendingLine = tuple[SpoolSegment, int, EventEnvelope]
+class PendingLine(NamedTuple):
+    """A line to send: its segment, the offset after it, its event and its bytes."""
+
+    segment: SpoolSegment
+    end: int
+    envelope: EventEnvelope
+    raw: bytes
 
 
 @dataclass(slots=True)
@@ -108,19 +114,20 @@ class SpoolSender:
     Refused lines are kept in the directory *records*.
     """
 
-    _rejected_bytes_max = REJECTED_BYTES_MAX
+    rejected_bytes_max = REJECTED_BYTES_MAX
 
     def __init__(
         self, records: Path, store: IncidentStore, *, cluster: str, clock: Clock, end_ns: int
     ) -> None:
         self.counts = FlushReport()
-        self._records = records
+        self.records = records
         self._store = store
         self._tag = store_tag(redacted(store.url))
         self._cluster = cluster
         self._clock = clock
         self._end_ns = end_ns
         self._batch = _Batch()
+        self._is_dry_run = False
 
     @property
     def remaining_s(self) -> float:
@@ -138,6 +145,25 @@ class SpoolSender:
             return all(self._read_segment(segment) for segment in segments) and self._commit_batch()
         finally:
             self._close_descriptors()
+
+    def resend(self, lines: Sequence[SpoolLine], uid: int, *, dry_run: bool) -> dict[int, str]:
+        """Send kept *lines* of *uid* again; return the index of each that is refused, and why.
+
+        With *dry_run* the store rolls them back.
+
+        Raises:
+            StoreError: The store was lost; some of *lines* may be in it.
+        """
+        self._batch, self._is_dry_run = _Batch(), dry_run
+        # No segment any more: the index of a line takes the place of its offset.
+        nowhere = SpoolSegment(self.records, "", 0, is_ready=True, uid=uid, records=self.records)
+        self._deliver(
+            [
+                PendingLine(nowhere, index, EventEnvelope(line, self._cluster, uid), b"")
+                for index, line in enumerate(lines)
+            ]
+        )
+        return {item.end: item.bad_line.reason for item in self._batch.rejected}
 
     def _close_descriptors(self, keep_fd: int | None = None) -> None:
         for fd in self._batch.descriptors:
@@ -173,9 +199,8 @@ class SpoolSender:
         batch = self._batch
         batch.marks[segment] = entry.end
         if entry.line is not None:
-            batch.pending.append(
-                (segment, entry.end, EventEnvelope(entry.line, self._cluster, uid))
-            )
+            envelope = EventEnvelope(entry.line, self._cluster, uid)
+            batch.pending.append(PendingLine(segment, entry.end, envelope, entry.raw))
         elif entry.bad_line is not None:
             self.counts.corrupt += 1
             batch.rejected.append(RejectedLine(segment, entry.end, entry.bad_line))
@@ -219,16 +244,17 @@ class SpoolSender:
 
     def _ingest(self, pending: Sequence[PendingLine]) -> None:
         with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
-            refused = self._refused(connection, [envelope for *_, envelope in pending])
-            allowed = [item for item in pending if id(item[2]) not in refused]
-            envelopes = [envelope for *_, envelope in allowed]
+            refused = self._refused(connection, [item.envelope for item in pending])
+            envelopes = [i.envelope for i in pending if id(i.envelope) not in refused]
             counts = ingest(connection, envelopes, self._clock.now_us())
+            if self._is_dry_run:
+                connection.rollback()
         self.counts.sent += counts.new
         self.counts.already_there += counts.already_there
         refused |= dict.fromkeys(map(id, counts.conflicting), _CONFLICT)
         for item in pending:
-            if id(item[2]) in refused:
-                self._reject(item, refused[id(item[2])])
+            if id(item.envelope) in refused:
+                self._reject(item, refused[id(item.envelope)])
 
     def _refused(
         self,
@@ -240,25 +266,25 @@ class SpoolSender:
 
     def _is_valid(self, pending_line: PendingLine) -> bool:
         try:
-            project_event(pending_line[2])
+            project_event(pending_line.envelope)
         except SpoolLineError as exc:
             self._reject(pending_line, str(exc))
             return False
         return True
 
     def _reject(self, pending_line: PendingLine, reason: str) -> None:
-        segment, end, envelope = pending_line
         self.counts.refused += 1
-        raw = encode_line(envelope.line)[:BAD_LINE_BYTES_MAX]
-        self._batch.rejected.append(RejectedLine(segment, end, BadLine(reason, raw)))
+        bad_line = BadLine(reason, pending_line.raw)
+        self._batch.rejected.append(RejectedLine(pending_line.segment, pending_line.end, bad_line))
 
     def _quarantine_rejected(self, batch: _Batch) -> None:
         if not batch.rejected:
             return
+        batch.rejected.sort(key=lambda item: item.end)  # as they were written
         try:
-            quarantine(self._records, batch.rejected, bytes_max=self._rejected_bytes_max)
+            quarantine(self.records, batch.rejected, bytes_max=self.rejected_bytes_max)
         except OSError as exc:
-            raise spool_error(self._records, exc.strerror or str(exc)) from exc
+            raise spool_error(self.records, exc.strerror or str(exc)) from exc
         with self._store.begin(deadline_s=max(self.remaining_s, 0.1)) as connection:
             reports = [
                 EventEnvelope(line, self._cluster, os.geteuid())
@@ -273,7 +299,7 @@ class SpoolSender:
 
     def _report(self, item: RejectedLine) -> SpoolLine:
         origin = item.segment.origin
-        nodes = (e.event.node for s, _, e in self._batch.pending if s.origin == origin)
+        nodes = (i.envelope.event.node for i in self._batch.pending if i.segment.origin == origin)
         return rejection_event_line(item, node=next(nodes, origin.rpartition(".")[0]))
 
     def _release_segments(self, batch: _Batch) -> None:

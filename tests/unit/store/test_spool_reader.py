@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.stories import story
 
 from gpuops.store.spool.format import LINE_BYTES_MAX, encode_line
-from gpuops.store.spool.read import BAD_LINE_BYTES_MAX, read_lines
+from gpuops.store.spool.read import HEAD_BYTES, read_lines
 
 LINES = [line for line in story(1) if line.event.node == "n1"]
 ORIGIN = LINES[0].origin
@@ -74,7 +74,7 @@ def test_a_bad_line_in_the_middle_stops_none_of_the_others(bad, words, tmp_path)
 
     assert first.line == LINES[0]
     assert words in middle.bad_line.reason
-    assert len(middle.bad_line.raw) <= BAD_LINE_BYTES_MAX
+    assert len(middle.bad_line.raw) <= HEAD_BYTES
     assert [read.line for read in rest] == LINES[1:]
 
 

@@ -1,5 +1,6 @@
 """Refused lines are sent again: once, as those of their user, and none is lost on the way."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -320,6 +321,55 @@ def test_a_store_that_is_lost_midway_costs_no_line(machine, monkeypatch):
     assert (report.stored, report.note) == (4, "the store went away")
     assert [data for _, data in kept(machine)] == list(map(encode_line, LINES[4:]))
     assert replay(machine).stored == len(LINES) - 4
+
+
+def test_a_file_that_cannot_be_rewritten_keeps_its_lines(machine, monkeypatch):
+    keep(machine, [*LINES, NO_RELEASE_TAKES])
+    before = kept(machine)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(replay_module, "replace_file", full)
+        first = replay(machine)
+    after = kept(machine)
+    second = replay(machine)
+
+    assert (first.stored, after) == (len(LINES), before)
+    assert "No space left" in first.note
+    assert (second.stored, second.already_there, second.note) == (0, len(LINES), None)
+
+
+def test_what_is_left_is_on_the_disk_before_the_old_file_goes(machine, monkeypatch):
+    keep(machine, [*LINES, NO_RELEASE_TAKES])
+    path = machine.roots / "rejected" / f"{ORIGIN}-00000001.jsonl"
+    old, synced, fsync = path.stat().st_ino, [], os.fsync
+
+    def sync(fd):
+        synced.append((os.fstat(fd).st_ino, path.stat().st_ino))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    replay(machine)
+
+    new = path.stat().st_ino
+    assert (new, old) in synced
+    assert (path.parent.stat().st_ino, new) in synced
+
+
+def test_half_a_record_does_not_spoil_the_next_one(machine, monkeypatch):
+    """A disk that is full takes a part of it."""
+    keep(machine, LINES[:1])
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+        with pytest.raises(OSError, match="No space left"):
+            keep(machine, LINES[1:2])
+
+    keep(machine, LINES[1:])
+
+    assert [data for _, data in kept(machine)] == list(map(encode_line, LINES))
 
 
 def test_incidents_have_room_when_all_else_is_full(machine):

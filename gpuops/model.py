@@ -4,6 +4,7 @@ Plain frozen records without behaviour beyond their JSON form, which loses nothi
 are a contract that users script against (frozen by ``tests/unit/test_contracts.py``).
 """
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -14,6 +15,7 @@ from gpuops.failure_class import FailureClass as FailureClass  # noqa: PLC0414 g
 from gpuops.units import iso_utc, parse_iso_utc
 
 Json = dict[str, Any]
+_INCIDENTS = uuid.UUID("6f0b0f8e-5d0c-5b1e-9a51-2d1c8f6a7e43")
 
 
 class Status(IntEnum):
@@ -380,6 +382,7 @@ class Incident:
     resolution: str | None = None
     authority: int = 0
     rev: int = 1
+    about: str | None = None
 
     @property
     def lost_seconds(self) -> float:
@@ -408,6 +411,7 @@ class Incident:
             "resolution": self.resolution,
             "authority": self.authority,
             "rev": self.rev,
+            **({} if self.about is None else {"about": self.about}),
         }
 
     @classmethod
@@ -438,7 +442,16 @@ class Incident:
             resolution=data.get("resolution"),
             authority=int(data.get("authority", 0)),
             rev=int(data.get("rev", 1)),
+            about=None if (about := data.get("about")) is None else str(about),
         )
+
+
+def run_incident_id(run_id: str, about: str) -> str:
+    """Return the id of the incident of a run that is *about* an attempt (its number) or more.
+
+    Every node makes the same. A run's id has no slash, so that no two runs make the same.
+    """
+    return str(uuid.uuid5(_INCIDENTS, f"{run_id}/{about}"))
 
 
 def envelope(schema: str, body: Json) -> Json:

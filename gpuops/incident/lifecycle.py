@@ -4,33 +4,30 @@ open -> mitigated (the job steps again) -> closed (its cost is known). A closed 
 a change returns it unchanged.
 """
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpuops.model import ActionKind, Incident, IncidentState
-
-_NAMESPACE = uuid.UUID("6f0b0f8e-5d0c-5b1e-9a51-2d1c8f6a7e43")
+from gpuops.model import ActionKind, Incident, IncidentState, run_incident_id
 
 
 def incident_id(run_id: str, attempt: int) -> str:
     """Return the id of the incident that ended *attempt*: the same on every node."""
-    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}"))
+    return run_incident_id(run_id, str(attempt))
 
 
-def gate_incident_id(run_id: str, attempt: int, node: str) -> str:
-    """Return the id of the incident that kept *node* out of *attempt*."""
-    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/{attempt}/{node}"))
+def about_gate(attempt: int, node: str) -> str:
+    """Return what the incident is about that kept *node* out of *attempt*."""
+    return f"{attempt}/{node}"
 
 
-def suspect_incident_id(run_id: str, node: str) -> str:
-    """Return the id of the incident of *node* as a suspect; a run has one."""
-    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/doubt {node}"))
+def about_suspect(node: str) -> str:
+    """Return what the incident of *node* as a suspect is about; a run has one."""
+    return f"doubt {node}"
 
 
-def replicas_incident_id(run_id: str, ranks: str, epoch: int, step: int) -> str:
-    """Return the id of the incident of *ranks* whose replicas differ from a state on."""
-    return str(uuid.uuid5(_NAMESPACE, f"{run_id}/replicas {ranks}/{epoch}.{step}"))
+def about_replicas(ranks: str, epoch: int, step: int) -> str:
+    """Return what the incident is about of *ranks* whose replicas differ from a state on."""
+    return f"replicas {ranks}/{epoch}.{step}"
 
 
 def with_action(incident: Incident, action: ActionKind) -> Incident:

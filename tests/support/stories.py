@@ -19,6 +19,7 @@ from gpuops.model import (
     Role,
     Severity,
     Side,
+    run_incident_id,
     uuid7,
 )
 from gpuops.store.ingest.envelope import EventEnvelope
@@ -68,7 +69,7 @@ class Teller:
 def incident(run_id, attempt, *, authority=2, rev=1, node="n1", **changes):
     """Return a killed rank's incident."""
     values = {
-        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{attempt}")),
+        "id": run_incident_id(run_id, str(attempt)),
         "failure_class": FailureClass.SIGKILL_PROBABLE,
         "side": Side.AMBIGUOUS,
         "confidence": Confidence.PROBABLE,

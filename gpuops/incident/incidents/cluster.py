@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gpuops.incident.correlate import limited_list
 from gpuops.incident.decision import NodeReport, RankEnd, ReportKind, RestartDecision, RunAction
-from gpuops.incident.lifecycle import gate_incident_id, incident_id, suspect_incident_id
+from gpuops.incident.lifecycle import about_gate, about_suspect, incident_id
 from gpuops.model import (
     ActionKind,
     Confidence,
@@ -21,6 +21,7 @@ from gpuops.model import (
     IncidentState,
     Role,
     Side,
+    run_incident_id,
 )
 from gpuops.scrub import scrub
 
@@ -159,8 +160,10 @@ def preflight_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incid
     It is closed for the run, which continues without that node, not for the node.
     """
     is_named = report.failure_class is not FailureClass.UNRESOLVED
+    about = about_gate(report.generation, report.node)
     return Incident(
-        id=gate_incident_id(run_id, report.generation, report.node),
+        id=run_incident_id(run_id, about),
+        about=about,
         failure_class=report.failure_class if is_named else FailureClass.GATE_FAILED,
         side=report.side,
         confidence=report.confidence,
@@ -187,8 +190,10 @@ def suspect_incident(report: NodeReport, *, run_id: str, now_us: int) -> Inciden
     """
     description = scrub(report.how)
     root = Entity(EntityKind.NODE, report.node)
+    about = about_suspect(report.node)
     return Incident(
-        id=suspect_incident_id(run_id, report.node),
+        id=run_incident_id(run_id, about),
+        about=about,
         failure_class=report.failure_class,
         side=report.side,
         confidence=report.confidence,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpuops.incident.lifecycle import replicas_incident_id
+from gpuops.incident.lifecycle import about_replicas
 from gpuops.model import (
     Confidence,
     Entity,
@@ -13,6 +13,7 @@ from gpuops.model import (
     IncidentState,
     Role,
     Side,
+    run_incident_id,
 )
 from gpuops.scrub import scrub
 
@@ -54,8 +55,10 @@ def incident_from_replicas(
     nodes = tuple(dict.fromkeys(mismatch.nodes)) or ((node,) if mismatch.is_local else ())
     is_certain = mismatch.by_majority or len(nodes) == 1
     how = "outvoted by the other replicas" if mismatch.by_majority else "one of them may be wrong"
+    about = about_replicas(mismatch.ranks, mismatch.epoch, mismatch.step)
     return Incident(
-        id=replicas_incident_id(run_id, mismatch.ranks, mismatch.epoch, mismatch.step),
+        id=run_incident_id(run_id, about),
+        about=about,
         failure_class=FailureClass.REPLICAS_DIFFER,
         side=Side.AMBIGUOUS,
         confidence=Confidence.PROBABLE if mismatch.by_majority else Confidence.UNKNOWN,

@@ -24,18 +24,14 @@ def find_foreign(connection: Connection, envelopes: Sequence[EventEnvelope]) -> 
     _lock(connection, [*runs, *origins])
     owners = {run_id: _owner_of_run(connection, run_id) for run_id in runs}
     writers = _writers(connection, origins)
-    incidents = _runs_of_incidents(connection, envelopes)
     foreign = {}
     for envelope in envelopes:
         run_id, uid = envelope.event.run_id or "", envelope.uid
         owner = owners[run_id]
-        incident_id = _incident_id(envelope)
         if owner is not None and owner != (envelope.cluster, uid):
             foreign[id(envelope)] = f"its run is that of uid {owner[1]} of {owner[0]}, not {uid}"
         elif writers.get(envelope.line.origin, {uid}) != {uid}:
             foreign[id(envelope)] = f"its origin {envelope.line.origin} is another user's"
-        elif incident_id in incidents and incidents[incident_id] != run_id:
-            foreign[id(envelope)] = f"the incident {incident_id} is of another run"
     return foreign
 
 
@@ -65,19 +61,3 @@ def _writers(connection: Connection, origins: Iterable[str]) -> dict[str, set[in
     for origin, uid in connection.execute(query):
         writers.setdefault(origin, set()).add(uid)
     return writers
-
-
-def _runs_of_incidents(
-    connection: Connection, envelopes: Iterable[EventEnvelope]
-) -> dict[str, str | None]:
-    ids = {found for envelope in envelopes if (found := _incident_id(envelope)) is not None}
-    table = schema.incidents.c
-    query = select(table.id, table.run_id).where(table.id.in_(ids))
-    return {row.id: row.run_id for row in connection.execute(query)} if ids else {}
-
-
-def _incident_id(envelope: EventEnvelope) -> str | None:
-    if envelope.event.kind != "incident.recorded":
-        return None
-    found = envelope.event.payload.get("id")
-    return found if isinstance(found, str) else None

@@ -3,10 +3,12 @@
 A user may write anything into their own spool, at any moment. So entries are opened as in
 `gpuops.store.spool.folders`, offsets and refused lines are kept in root's own spool
 (``users/<uid>``), and each user has bounds of time, lines and bytes. A line must be about a run,
-this node and a time that can be true; `find_foreign` refuses what belongs to another user. The uid
-of the spool is recorded with each event: one of a user never makes a strike or a drain.
+this node and a time that can be true, an incident's id must be made of its run's, and
+`find_foreign` refuses what belongs to another user. The uid of the spool is recorded with each
+event: one of a user never makes a strike or a drain.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from sqlalchemy import Connection
 
 from gpuops.errors import SpoolError, StoreError
 from gpuops.host.clock import Clock
-from gpuops.model import Event, Severity
+from gpuops.model import Event, Severity, run_incident_id
 from gpuops.store.engine import IncidentStore, open_store
 from gpuops.store.events import new_event
 from gpuops.store.ingest.envelope import EventEnvelope
@@ -112,13 +114,28 @@ def why_refused(event: Event, *, nodes: frozenset[str], now_us: int) -> str | No
         return f"a user's spool has no {event.kind} events"
     if event.run_id is None:
         return "it is about no run"
-    if event.kind == "incident.recorded" and event.payload.get("run") != event.run_id:
-        return "its incident is of another run, or of none"
+    if event.kind == "incident.recorded" and (reason := _why_not_its_own(event)) is not None:
+        return reason
     if event.node not in nodes:
         return f"it is about the node {event.node}, not this one"
     if not now_us - AGE_MAX_US <= event.t_us <= now_us + AHEAD_MAX_US:
         return "its time is not within the last 14 days"
     return None
+
+
+def _why_not_its_own(event: Event) -> str | None:
+    """Return why the incident in *event* is not of its run, or None.
+
+    Without the proof by its id, who learns a run's id could take its incidents' ids in advance.
+    """
+    incident = event.payload
+    if incident.get("run") != event.run_id:
+        return "its incident is of another run, or of none"
+    about = str(incident.get("about", incident.get("attempt")))
+    with contextlib.suppress(UnicodeEncodeError):
+        if incident.get("id") == run_incident_id(event.run_id or "", about):
+            return None
+    return "the id of its incident is not made of its run's"
 
 
 class UserSpoolSender(SpoolSender):

@@ -12,6 +12,10 @@ from support.stories import START_US, Teller, incident, node_incident, story
 from support.user_spools import LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_user, raw
 
 from gpuops.host.clock import FakeClock
+from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.incidents.cluster import preflight_incident, suspect_incident
+from gpuops.incident.incidents.replicas import ReplicaMismatch, incident_from_replicas
+from gpuops.model import Incident, run_incident_id
 from gpuops.store import schema
 from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
@@ -184,11 +188,36 @@ def test_every_kind_of_event_of_a_run_is_forwarded():
         kind
         for kind in events
         if forward_module.why_refused(
-            line(kind, {"run": RUN}).event, nodes=frozenset({"n1"}), now_us=NOW_US
+            line(kind, {"run": RUN, "attempt": 0, "id": incident(RUN, 0).id}).event,
+            nodes=frozenset({"n1"}),
+            now_us=NOW_US,
         )
     }
 
     assert refused == skipped
+
+
+def test_each_incident_that_is_no_attempts_end_is_forwarded():
+    report = NodeReport(kind=ReportKind.GATE_FAILED, node="n2", generation=3)
+    mismatch = ReplicaMismatch(
+        description="rank 1 differs",
+        step=7,
+        epoch=0,
+        ranks="0-2",
+        suspects=(1,),
+        by_majority=True,
+        is_local=False,
+    )
+    made = (
+        preflight_incident(report, run_id=RUN, now_us=NOW_US),
+        suspect_incident(report, run_id=RUN, now_us=NOW_US),
+        incident_from_replicas(mismatch, run_id=RUN, node="n1", at_us=NOW_US),
+    )
+
+    for told in made:
+        payload = Incident.from_json(told.to_json()).to_json()
+        event = line("incident.recorded", payload, t_us=NOW_US).event
+        assert forward_module.why_refused(event, nodes=frozenset({"n1"}), now_us=NOW_US) is None
 
 
 def test_what_an_agent_says_of_its_node_stays_behind(machine):
@@ -253,6 +282,26 @@ def test_a_user_changes_no_incident_of_another(either):
     assert [row["title"] for row in either.rows(schema.incidents) if row["run_id"]] == [
         theirs.title
     ]
+
+
+@pytest.mark.parametrize("about", ["0", "0/n1", "doubt n1", "replicas 0-1/0.7"])
+def test_a_user_takes_no_incident_of_anothers_run_in_advance(either, about):
+    """The other's run id is known, from a command line; its incident is not yet in the store."""
+    own_id, run, origin = run_incident_id(RUN, about), "r-of-the-other", "n1.0123456789ab"
+    for n, lie in enumerate((None, about, f"../{RUN}/{about}", 7, "\ud800")):
+        taken = incident(run, 0, id=own_id, about=lie, authority=9, rev=9).to_json()
+        told = line("incident.recorded", taken, run_id=run, origin=origin, seq=n + 1)
+        either.lay(raw([told]), uid=OTHER, origin=origin, number=n + 1)
+    first = either.forward()
+    theirs = incident(RUN, 0, id=own_id, about=None if about == "0" else about, title="true")
+    either.lay(raw([line("incident.recorded", theirs.to_json(), seq=600)]))
+
+    second = either.forward()
+
+    kept = either.roots / "users" / str(OTHER) / "rejected" / f"{origin}-00000001.jsonl"
+    assert (first.sent, second.sent, second.refused) == (0, 1, 0)
+    assert "the id of its incident is not made of its run's" in kept.read_text()
+    assert [row["title"] for row in either.rows(schema.incidents) if row["run_id"]] == ["true"]
 
 
 def test_a_user_changes_no_incident_of_root(machine):

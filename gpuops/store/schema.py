@@ -34,6 +34,9 @@ from gpuops.store.coordination import drain_permits, fuses
 REVISION = "0004"
 """The revision of the newest migration: it makes these tables."""
 
+ROOT_ACCOUNT = "root/"
+"""With it begins the ``account_key`` of what root wrote: above those of users."""
+
 events = Table(
     "events",
     metadata,

@@ -21,6 +21,7 @@ _POSTGRES = {
 
 _VIEWS = {
     # The last run is one of those recorded in the last day: each is, once a day, also if unchanged.
+    # A user's own run is no check of the node.
     "v_nodes": """
         SELECT n.id AS node_id, n.hostname AS node, c.name AS cluster,
             {time:n.first_seen_us} AS first_seen, {days:n.first_seen_us} AS first_seen_days_ago,
@@ -30,8 +31,10 @@ _VIEWS = {
             {days:r.last_us} AS last_check_days_ago
         FROM nodes n JOIN clusters c ON c.id = n.cluster_id
         LEFT JOIN check_runs r ON r.id = (
-            SELECT x.id FROM check_runs x WHERE x.node_id = n.id AND x.start_us >= (
-                SELECT max(y.start_us) FROM check_runs y WHERE y.node_id = n.id) - 86400000000
+            SELECT x.id FROM check_runs x
+            WHERE x.node_id = n.id AND x.origin_uid = 0 AND x.start_us >= (
+                SELECT max(y.start_us) FROM check_runs y
+                WHERE y.node_id = n.id AND y.origin_uid = 0) - 86400000000
             ORDER BY x.last_us DESC, x.id DESC LIMIT 1)
     """,
     "v_check_runs": """

@@ -118,6 +118,26 @@ def test_a_user_changes_no_answer_about_nodes_and_parts(store, name):
     assert [row[:-1] for row in asked(store, name)] == [row[:-1] for row in before]
 
 
+def test_a_users_checks_and_incidents_change_no_figure_of_a_node(store):
+    """The user checks n3, which root never did, and n2 later than root did; and blames all."""
+    figures = "SELECT node, status, last_check FROM v_nodes ORDER BY node"
+    with store.begin() as connection:
+        before = node_queries.nodes(connection)
+        seen = [tuple(row) for row in connection.execute(text(figures))]
+    user = Fleet.__new__(Fleet)
+    user.now_us, user.teller = time.time_ns() // 1000, Teller("user")
+    user.checked("n2", 0.1)
+    url = store.url.render_as_string(hide_password=False)
+    with open_store(url, mode="write") as opened, opened.begin() as connection:
+        for lines in (lines_of_a_user(), user.teller.lines):
+            ingest(connection, envelopes(lines, uid=1000), 1)
+        after = node_queries.nodes(connection)
+
+        assert [tuple(row) for row in connection.execute(text(figures))] == seen
+    for name in ("verdict", "open_incidents"):
+        assert [getattr(row, name) for row in after] == [getattr(row, name) for row in before]
+
+
 def test_each_has_at_most_ten_lines():
     assert len(QUERIES) == len(NAMES)
     assert max(query.count("\n") for query in QUERIES) <= 10

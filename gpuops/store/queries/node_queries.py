@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, Select, Table, and_, func, select
+from sqlalchemy import Connection, Select, Table, and_, func, select, true
 
 from gpuops.errors import UsageError
 from gpuops.host.node_state import FleetCount, Repair, Strikes
@@ -38,7 +38,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node. ``state``: ``drained`` or ``resumed``, the last on record, if any."""
+    """One node. ``state``: ``drained`` or ``resumed``, the last on record, if any.
+
+    ``verdict`` and ``open_incidents`` are root's: a user can run checks, and blame any node.
+    """
 
     id: str
     name: str
@@ -180,14 +183,17 @@ def nodes(connection: Connection, *, name: str | None = None) -> list[NodeRow]:
 def _newest(
     connection: Connection, table: Table, order: str, column: str, ids: list[str] | None
 ) -> dict[str, Any]:
-    """Return *column* of each node's row with the greatest *order*."""
-    last = select(table.c.node_id, func.max(table.c[order]).label("last")).group_by(table.c.node_id)
+    """Return *column* of each node's row of root's with the greatest *order*."""
+    by_root = table.c.origin_uid == 0 if table is check_runs else true()
+    last = select(table.c.node_id, func.max(table.c[order]).label("last")).where(by_root)
+    last = last.group_by(table.c.node_id)
     if ids is not None:
         last = last.where(table.c.node_id.in_(ids))
     newest = last.subquery()
     query = (
         select(table.c.node_id, table.c[column])
         .join(newest, and_(newest.c.node_id == table.c.node_id, newest.c.last == table.c[order]))
+        .where(by_root)
         .order_by(table.c.id)
     )
     found = connection.execute(query).all()
@@ -195,7 +201,7 @@ def _newest(
 
 
 def _open_incidents(connection: Connection, name: str | None) -> dict[tuple[str, str], int]:
-    """Return how many open incidents name each node, by its cluster and its name."""
+    """Return how many open incidents of root's name each node, by its cluster and its name."""
     incident, culprit = schema.incidents.c, schema.incident_culprits.c
     query = (
         select(incident.cluster_id, culprit.entity_id, func.count())
@@ -204,6 +210,7 @@ def _open_incidents(connection: Connection, name: str | None) -> dict[tuple[str,
         .where(culprit.entity_kind == EntityKind.NODE.value)
         # A superseded snapshot may have named it.
         .where(culprit.account_key == incident.account_key)
+        .where(incident.account_key.startswith(schema.ROOT_ACCOUNT))
         .group_by(incident.cluster_id, culprit.entity_id)
     )
     if name is not None:

@@ -137,7 +137,7 @@ def _parse_incident(envelope: EventEnvelope) -> Incident:
 
 def account_key(envelope: EventEnvelope, rank: str) -> str:
     """Return the order key of one snapshot: those of root are above those of users."""
-    return f"root/{rank}" if envelope.is_from_root else rank
+    return f"{schema.ROOT_ACCOUNT}{rank}" if envelope.is_from_root else rank
 
 
 def incident_row(incident: Incident, body: Row, cluster_id: str, rank: str) -> Row:

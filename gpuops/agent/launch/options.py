@@ -333,8 +333,8 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
         "--insecure",
         action="store_const",
         const="on",
-        help="Without a token, as open as torchrun: who reaches the port can read and stop the "
-        "run. Checkpoints in memory are not copied to other nodes.",
+        help="Without a token, as open as torchrun: anyone who reaches the port can read and stop "
+        "the run. Checkpoints in memory are not copied to other nodes.",
     )
 
 

@@ -22,6 +22,7 @@ from gpuops.units import US_PER_S
 STEP_ROWS = 500
 _DAY_US = 86_400 * US_PER_S
 _PAUSE_MIN_S = 0.02
+_LOG = schema.ingest_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ def prune(
         while (rows := _prune_step(store, pruned, before_us, step_rows, pause)) is not None:
             for name, count in rows.items():
                 deleted[name] = deleted.get(name, 0) + count
+    if retention.events_days and (count := _prune_log(store, step_rows, pause)):
+        deleted[_LOG.name] = count
     return deleted
 
 
@@ -95,6 +98,11 @@ def count_prunable(connection: Connection, retention: Retention, now_us: int) ->
         count = connection.scalar(query.where(_is_due(pruned, before_us)))
         if count:
             counts[pruned.table.name] = int(count)
+    if retention.events_days:
+        kept = schema.events.c.t_us >= now_us - retention.events_days * _DAY_US
+        query = select(func.count()).select_from(_LOG).where(~_has_event(kept))
+        if count := connection.scalar(query):
+            counts[_LOG.name] = int(count)
     return counts
 
 
@@ -135,6 +143,37 @@ def _prune_step(
         rows[pruned.table.name] = connection.execute(statement).rowcount
     pause(max(time.monotonic() - start_s, _PAUSE_MIN_S))
     return rows
+
+
+def _prune_log(store: IncidentStore, step_rows: int, pause: Callable[[float], None]) -> int:
+    """Delete the writers of whom no event is left; return how many.
+
+    Then the uid of such a writer is known no more. Its runs stay their user's: one without events
+    takes none (`gpuops.store.ingest.ownership`).
+    """
+    key, last, deleted = list(_LOG.primary_key.columns), None, 0
+    while True:
+        query = select(*key, _LOG.c.rows, _has_event()).order_by(*key).limit(step_rows)
+        if last is not None:
+            query = query.where(tuple_(*key) > tuple_(*last))
+        with store.begin() as connection:
+            found = [tuple(row) for row in connection.execute(query)]
+        if not found:
+            return deleted
+        last, start_s = found[-1][:2], time.monotonic()
+        # One that has written since has more rows: its event may not be visible yet.
+        empty = [row[:3] for row in found if not row[3]]
+        if empty:
+            statement = delete(_LOG).where(_is_one_of([*key, _LOG.c.rows], empty), ~_has_event())
+            with store.begin() as connection:
+                deleted += connection.execute(statement).rowcount
+        pause(max(time.monotonic() - start_s, _PAUSE_MIN_S))
+
+
+def _has_event(among: ColumnElement[bool] | None = None) -> ColumnElement[bool]:
+    event = schema.events.c
+    of_writer = and_(event.origin == _LOG.c.origin, event.boot_id == _LOG.c.boot_id)
+    return exists().where(of_writer if among is None else and_(of_writer, among))
 
 
 def _is_due(pruned: _PrunedTable, before_us: int) -> ColumnElement[bool]:

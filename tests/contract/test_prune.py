@@ -1,7 +1,9 @@
 """What is older than its retention is deleted, in steps between which writers write."""
 
+import contextlib
+
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select, update
 from support.check_day import ROUND_S, START_US, SimulatedNode, send
 from support.stories import envelopes, story
 
@@ -17,6 +19,7 @@ from gpuops.model import (
     Side,
     uuid7,
 )
+from gpuops.store import schema
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
@@ -94,12 +97,74 @@ def test_incidents_runs_and_what_a_node_has_stay_for_ever(store):
     deleted = prune(store, shown, START_US + 9999 * DAY_US, pause=lambda _s: None)
 
     after = counts(store)
-    gone = {"events", "evidence", "check_runs", "progress"}
+    gone = {"events", "evidence", "check_runs", "progress", "ingest_log"}
     assert {name: deleted[name] for name in gone} == expected
     children = {"incident_evidence", "check_results"}
     changed = {name for name in before if before[name] != after[name]}
     assert changed == gone | children
     assert not any(after[name] for name in changed)
+
+
+def test_of_a_writer_without_events_nothing_is_left(store):
+    """Each process of a hook is a writer of its own: their table grew for ever."""
+    old, young = story(1), story(2)
+    with store.begin() as connection:
+        ingest(connection, envelopes(old), 1)
+        ingest(connection, envelopes(young, uid=1000), 1)
+    now_us = max(line.event.t_us for line in old) + DAY_US + 1
+    young_us = {line.event.id: now_us for line in young}
+    with store.begin() as connection:
+        for event_id, t_us in young_us.items():
+            statement = update(schema.events).where(schema.events.c.id == event_id)
+            connection.execute(statement.values(t_us=t_us))
+    with store.begin() as connection:
+        expected = count_prunable(connection, Retention(events_days=1), now_us)
+    pauses = []
+
+    deleted = prune(store, Retention(events_days=1), now_us, pause=pauses.append, step_rows=1)
+
+    with store.begin() as connection:
+        left = set(connection.execute(select(schema.ingest_log.c.origin)).scalars())
+    assert left == {line.origin for line in young}
+    assert deleted["ingest_log"] == expected["ingest_log"] == len({x.origin for x in old})
+    assert len(pauses) > deleted["events"]
+
+
+def test_a_writer_that_writes_while_its_row_is_looked_at_keeps_it(store):
+    """The row is found without events; before it is deleted, an event of it is stored."""
+    first, second = envelopes(story(1))[:2]
+    with store.begin() as connection:
+        ingest(connection, [first, second], 1)
+        connection.execute(delete(schema.events))
+        row = select(schema.ingest_log.c.rows)
+        (rows,) = connection.execute(row).scalars()
+
+    deleted = prune(
+        Writing(store, lambda c: ingest(c, [first], 1)),
+        Retention(events_days=1),
+        START_US,
+        pause=lambda _s: None,
+    )
+
+    assert "ingest_log" not in deleted
+    with store.begin() as connection:
+        assert list(connection.execute(row).scalars()) == [rows + 1]
+
+
+class Writing:
+    """A store in which someone writes after each second transaction, as one may at any time."""
+
+    def __init__(self, store, write):
+        self._store, self._write, self._left = store, write, 3
+
+    @contextlib.contextmanager
+    def begin(self):
+        with self._store.begin() as connection:
+            yield connection
+        self._left -= 1
+        if self._left == 0:
+            with self._store.begin() as connection:
+                self._write(connection)
 
 
 def test_zero_days_keep_for_ever(store):

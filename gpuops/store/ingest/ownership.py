@@ -23,12 +23,15 @@ def find_foreign(connection: Connection, envelopes: Sequence[EventEnvelope]) -> 
     origins = {envelope.line.origin for envelope in envelopes}
     _lock(connection, [*runs, *origins])
     owners = {run_id: _owner_of_run(connection, run_id) for run_id in runs}
+    known = _known_runs(connection, [run_id for run_id in runs if owners[run_id] is None])
     writers = _writers(connection, origins)
     foreign = {}
     for envelope in envelopes:
         run_id, uid = envelope.event.run_id or "", envelope.uid
         owner = owners[run_id]
-        if owner is not None and owner != (envelope.cluster, uid):
+        if owner is None and run_id in known:
+            foreign[id(envelope)] = "its run's events, which say whose it is, were pruned"
+        elif owner is not None and owner != (envelope.cluster, uid):
             foreign[id(envelope)] = f"its run is that of uid {owner[1]} of {owner[0]}, not {uid}"
         elif writers.get(envelope.line.origin, {uid}) != {uid}:
             foreign[id(envelope)] = f"its origin {envelope.line.origin} is another user's"
@@ -52,6 +55,11 @@ def _owner_of_run(connection: Connection, run_id: str) -> tuple[str, int] | None
     query = select(table.cluster, table.origin_uid).where(table.run_id == run_id)
     found = connection.execute(query.order_by(table.t_us).limit(1)).one_or_none()
     return None if found is None else (found.cluster, found.origin_uid)
+
+
+def _known_runs(connection: Connection, run_ids: Sequence[str]) -> set[str]:
+    table = schema.runs.c
+    return set(connection.execute(select(table.id).where(table.id.in_(run_ids))).scalars())
 
 
 def _writers(connection: Connection, origins: Iterable[str]) -> dict[str, set[int]]:

@@ -157,9 +157,10 @@ def test_prune_deletes_by_the_settings_and_says_what(tmp_path):
     again = gpuops("db", "prune", tmp_path=tmp_path, **env)
     wrong = gpuops("db", "prune", tmp_path=tmp_path, GPUOPS_RETENTION_EVENTS_DAYS="-1")
 
-    assert shown.stdout == "would delete: events 3\n"
+    assert shown.stdout == "would delete: events 3, ingest_log 1\n"
     body = json.loads(done.stdout)
-    assert (body["schema"], body["deleted"]) == ("gpuops.db-prune/1", {"events": 3})
+    assert body["schema"] == "gpuops.db-prune/1"
+    assert body["deleted"] == {"events": 3, "ingest_log": 1}
     assert body["retention"]["events_days"] == 1
     assert again.stdout == "deleted: nothing is older than its retention\n"
     assert (wrong.returncode, "retention.events_days" in wrong.stderr) == (EXIT_USAGE, True)

@@ -20,6 +20,7 @@ from gpuops.store import schema
 from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
+from gpuops.store.prune import Retention, prune
 from gpuops.store.spool import forward as forward_module
 from gpuops.store.spool import send as send_module
 from gpuops.store.spool.record import spool_recorder
@@ -245,6 +246,24 @@ def test_a_run_belongs_to_the_user_of_its_first_event(either):
     kept = either.roots / "users" / str(OTHER) / "rejected" / "n1.0123456789ab-00000001.jsonl"
     assert (report.sent, report.refused) == (0, 1)
     assert f"that of uid {USER} of c1, not {OTHER}" in json.loads(kept.read_text())["reason"]
+    assert [row["outcome"] for row in either.rows(schema.runs)] == [None]
+
+
+def test_a_run_whose_events_were_pruned_can_be_claimed_by_nobody(either):
+    """What is left of it, in the tables of runs, does not say whose it is."""
+    either.lay()
+    either.forward()
+    with open_store(either.url, mode="write") as store:
+        deleted = prune(store, Retention(events_days=1), NOW_US + 2 * 86_400 * 10**6)
+    stolen = steal("run.ended", {"outcome": "failed"}, seq=900)
+    either.lay(raw([stolen]), uid=OTHER)
+
+    report = either.forward()
+
+    kept = either.roots / "users" / str(OTHER) / "rejected" / f"{ORIGIN}-00000001.jsonl"
+    assert deleted["ingest_log"] == 1
+    assert (report.sent, report.refused) == (0, 1)
+    assert "its run's events, which say whose it is, were pruned" in kept.read_text()
     assert [row["outcome"] for row in either.rows(schema.runs)] == [None]
 
 

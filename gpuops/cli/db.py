@@ -20,12 +20,20 @@ from gpuops.store.migrate import upgrade_store
 from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.schema import REVISION
 from gpuops.store.sizes import GROWTH_DAYS, TableSize
-from gpuops.store.spool.forward import ForwardOptions, ForwardReport, forward_users
+from gpuops.store.spool.forward import (
+    ForwardOptions,
+    ForwardReport,
+    UsersBacklog,
+    forward_users,
+    measure_users,
+)
 from gpuops.store.spool.read import count_dropped, count_rejected
 from gpuops.store.spool.replay import REPLAY_DEADLINE_S, ReplayReport, replay_rejected
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import NS_PER_S, US_PER_S, format_bytes, format_seconds, iso_utc
+
+USERS_DEADLINE_S = 2.0
 
 
 @click.group(epilog="Example: gpuops db upgrade")
@@ -54,7 +62,10 @@ def upgrade_command(ctx: click.Context, store: str | None) -> None:
 @json_option
 @click.pass_context
 def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> int:
-    """Show the store's schema and rows, and the backlog of the spool."""
+    """Show the store's schema and rows, and the backlog of the spool.
+
+    As root, also that of the spools of users (spool.users_dir).
+    """
     settings = settings_of(ctx, store__url=store)
     backlog = measure_spool(settings.spool_dir)
     rejected = count_rejected(settings.spool_dir)
@@ -62,6 +73,7 @@ def status_command(ctx: click.Context, store: str | None, *, as_json: bool) -> i
     body = {
         "store": _store_json(settings, summary, error),
         "spool": _spool_json(settings, backlog, rejected),
+        "users": _users_json(settings) if current_uid() == 0 else None,
     }
     if as_json:
         click.echo(json.dumps(envelope("gpuops.db-status/1", body), indent=2))
@@ -109,19 +121,40 @@ def _table_json(item: TableSize) -> Json:
 
 
 def _spool_json(settings: Settings, backlog: SpoolBacklog, rejected: int) -> Json:
-    oldest_us = backlog.oldest_us
-    age_s = None
-    if oldest_us is not None:
-        age_s = max((SystemClock().now_us() - oldest_us) / US_PER_S, 0.0)
     return {
         "dir": str(settings.spool_dir),
         "segments": backlog.segments,
         "lines": backlog.lines,
         "bytes": backlog.bytes,
-        "oldest": None if oldest_us is None else iso_utc(oldest_us),
-        "oldest_age_s": age_s,
+        **_oldest_json(backlog.oldest_us),
         "rejected": rejected,
         "rejected_dropped": count_dropped(settings.spool_dir),
+    }
+
+
+def _oldest_json(oldest_us: int | None) -> Json:
+    if oldest_us is None:
+        return {"oldest": None, "oldest_age_s": None}
+    age_s = max((SystemClock().now_us() - oldest_us) / US_PER_S, 0.0)
+    return {"oldest": iso_utc(oldest_us), "oldest_age_s": age_s}
+
+
+def _users_json(settings: Settings) -> Json:
+    backlog, error = UsersBacklog(is_complete=False), None
+    try:
+        backlog = measure_users(
+            _forward_options(settings), clock=SystemClock(), deadline_s=USERS_DEADLINE_S
+        )
+    except OSError as exc:
+        error = f"cannot read {settings.spool_users_dir}: {exc.strerror}"
+    return {
+        "dir": str(settings.spool_users_dir),
+        "users": backlog.users,
+        "segments": backlog.segments,
+        "bytes": backlog.bytes,
+        **_oldest_json(backlog.oldest_us),
+        "complete": backlog.is_complete,
+        "error": error,
     }
 
 
@@ -146,6 +179,20 @@ def _print_status(body: Json) -> None:
         )
     if spool["rejected_dropped"]:
         click.echo(f"        {spool['rejected_dropped']} more did not fit there and were dropped")
+    if body["users"]:
+        _print_users(body["users"])
+
+
+def _print_users(users: Json) -> None:
+    waiting = "nothing waits"
+    if users["segments"]:
+        age, size = format_seconds(users["oldest_age_s"]), format_bytes(users["bytes"])
+        waiting = f"{size} of {users['users']} users wait (the oldest for {age})"
+    if users["error"]:
+        waiting = users["error"]
+    elif not users["complete"]:
+        waiting += ", and more that was not looked at"
+    click.echo(printable(f"users   {users['dir']}: {waiting}"))
 
 
 def _print_sizes(tables: list[Json]) -> None:

@@ -33,6 +33,8 @@ from gpuops.store.spool.segments import (
     SpoolSegment,
     ensure_own_directory,
     list_segments,
+    open_segment,
+    read_offset,
     remove_marks,
 )
 from gpuops.store.spool.send import FlushReport, SpoolSender, flush_lock
@@ -49,6 +51,7 @@ SEGMENT_BYTES_MAX = 8 * 2**20
 # What one pass sees: entries of a directory, and segments of a spool.
 ENTRIES_MAX = 1024
 SEGMENTS_MAX = 4096
+MEASURED_MAX = 1024
 AGE_MAX_US = 14 * 86_400 * US_PER_S
 AHEAD_MAX_US = 300 * US_PER_S
 _LOCK_S = 0.1
@@ -278,6 +281,58 @@ def forward_users(options: ForwardOptions, *, deadline_s: float, clock: Clock) -
     except OSError as exc:
         report.note = f"cannot forward the spools in {options.users_dir}: {exc.strerror}"
     return report
+
+
+@dataclass(slots=True)
+class UsersBacklog:
+    """What waits in the spools of users. ``users``: how many of them have something there.
+
+    ``bytes``: of a segment at most `SEGMENT_BYTES_MAX`. ``oldest_us``: as in `SpoolBacklog`.
+    ``is_complete``: False if there is more than was looked at.
+    """
+
+    users: int = 0
+    segments: int = 0
+    bytes: int = 0
+    oldest_us: int | None = None
+    is_complete: bool = True
+
+
+def measure_users(options: ForwardOptions, *, clock: Clock, deadline_s: float) -> UsersBacklog:
+    """Return the backlog of all users, as root; none where no users_dir is.
+
+    No segment is read: a user can make it as long as they like. At most `MEASURED_MAX` of each user
+    are looked at, and none after *deadline_s*.
+
+    Raises:
+        OSError: The directory cannot be read, or is not root's alone.
+    """
+    backlog, end_ns = UsersBacklog(), clock.mono_ns() + round(deadline_s * 1e9)
+    for uid in find_user_spools(options.users_dir):
+        waiting = backlog.segments
+        for number, segment in enumerate(_segments(options, uid)):
+            if number == MEASURED_MAX or clock.mono_ns() > end_ns:
+                backlog.is_complete = False
+                break
+            _measure(segment, backlog)
+        backlog.users += backlog.segments > waiting
+    return backlog
+
+
+def _measure(segment: SpoolSegment, backlog: UsersBacklog) -> None:
+    fd = open_segment(segment)
+    if fd is None:
+        return
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    size = min(found.st_size, SEGMENT_BYTES_MAX) - read_offset(segment, found.st_ino)
+    if size > 0:
+        changed_us = found.st_mtime_ns // 1000
+        backlog.segments += 1
+        backlog.bytes += size
+        backlog.oldest_us = min(backlog.oldest_us or changed_us, changed_us)
 
 
 def _users_with_segments(options: ForwardOptions) -> list[int]:

@@ -10,6 +10,7 @@ from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, USER, Machin
 
 from gpuops.errors import SpoolError
 from gpuops.host.clock import FakeClock
+from gpuops.store.spool.forward import measure_users
 
 HANGS_S = 20
 
@@ -174,6 +175,19 @@ def test_root_forwards_a_users_spool_and_touches_nothing_of_its_own(machine, att
     assert report.note is None
     assert {event.kind for event in machine.events()} <= {"tool.failed", *kinds(LINES)}
     assert report.sent in {0, len(LINES)}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_measure_of_users_spools_opens_nothing_of_another(machine, attack):
+    attack(machine)
+    before = state(machine.prey)
+
+    found = measure_users(machine.options, clock=FakeClock(NOW_US), deadline_s=5)
+
+    assert state(machine.prey) == before
+    assert found.bytes in {0, len(DATA), len(b"noise\n")}
+    is_of_another = attack.__name__.startswith(("segment", "origin"))
+    assert (found.segments == 0) == is_of_another
 
 
 def kinds(lines):

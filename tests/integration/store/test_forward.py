@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.command import gpuops
 from support.stories import START_US, Teller, incident, node_incident, story
-from support.user_spools import LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_user, raw
+from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_user, raw
 
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import NodeReport, ReportKind
@@ -219,6 +219,59 @@ def test_each_incident_that_is_no_attempts_end_is_forwarded():
         payload = Incident.from_json(told.to_json()).to_json()
         event = line("incident.recorded", payload, t_us=NOW_US).event
         assert forward_module.why_refused(event, nodes=frozenset({"n1"}), now_us=NOW_US) is None
+
+
+def backlog(machine, clock=None):
+    clock = clock or FakeClock(NOW_US)
+    return forward_module.measure_users(machine.options, clock=clock, deadline_s=5)
+
+
+def test_what_waits_in_users_spools_is_measured_beyond_roots_marks(machine):
+    machine.hold_lock(machine.lay(suffix="open"))
+    machine.forward()
+    with (machine.spool / ORIGIN / "00000001.open").open("ab") as file:
+        file.write(b"more\n")
+    path = machine.lay(DATA, uid=OTHER, origin="n1.0123456789ab")
+    os.utime(path, (1000, 1000))
+
+    found = backlog(machine)
+
+    assert (found.users, found.segments, found.bytes) == (2, 2, len(DATA) + 5)
+    assert (found.oldest_us, found.is_complete) == (1000 * 10**6, True)
+
+
+def test_a_user_makes_the_measure_of_users_spools_no_work(machine, monkeypatch):
+    """Neither a file without end nor files without number: they are counted up to a bound."""
+    monkeypatch.setattr(forward_module, "MEASURED_MAX", 3)
+    os.truncate(machine.lay(), 2**40)
+    for number in range(2, 6):
+        machine.lay(number=number)
+    machine.lay(uid=OTHER, origin="n1.0123456789ab")
+
+    found, late = backlog(machine), backlog(machine, Passing(NOW_US))
+
+    assert (found.users, found.segments, found.is_complete) == (2, 4, False)
+    assert found.bytes <= forward_module.SEGMENT_BYTES_MAX + 3 * len(DATA)
+    assert (late.segments, late.is_complete) == (0, False)
+
+
+class Passing(FakeClock):
+    """Each look at this clock is ten seconds after the one before."""
+
+    def mono_ns(self):
+        self.advance(10)
+        return super().mono_ns()
+
+
+def test_db_status_shows_what_waits_in_users_spools(machine):
+    machine.lay()
+    options = (f"--store={machine.url}", "--json")
+    environment = {"GPUOPS_SPOOL": str(machine.roots), "GPUOPS_SPOOL_USERS": str(machine.users)}
+
+    done = gpuops("db", "status", *options, env=environment)
+
+    users = json.loads(done.stdout)["users"]
+    assert (users["users"], users["bytes"], users["error"]) == (1, len(DATA), None)
 
 
 def test_what_an_agent_says_of_its_node_stays_behind(machine):

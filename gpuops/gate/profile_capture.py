@@ -78,6 +78,8 @@ _NOT_REQUIRED: tuple[str, ...] = (
     "/var/lib/kubelet/*",
     "/etc/*",
 )
+# systemd.net-naming-scheme(7): the name of an interface by its hardware address.
+_NAMED_BY_ADDRESS = re.compile(r"(en|ib|sl|wl|ww)x[0-9a-f]{12}")
 _NOT_DISKS = ("/dev/loop*", "/dev/sr*", "/dev/fuse")
 
 
@@ -133,11 +135,37 @@ def _adapters(facts: RdmaPorts) -> int | None:
 
 
 def _interfaces(facts: Interfaces) -> Value:
-    return _texts(item.name for item in facts.interfaces if item.is_physical and item.has_link)
+    """Return those with a link; not those whose name has an address, which no other node has.
+
+    Nor those on USB: there the BMC shows an interface, which goes when it restarts.
+    """
+    return _texts(
+        item.name
+        for item in facts.interfaces
+        if item.is_physical
+        and item.has_link
+        and not item.is_usb
+        and not _NAMED_BY_ADDRESS.fullmatch(item.name)
+    )
 
 
 def _nic_link(of: str) -> Callable[[NicPcieLinks], float | None]:
-    return lambda facts: _least(getattr(link.now, of) for link in facts.links)
+    """Return what all RDMA adapters have; the least of several would hide a degraded one.
+
+    None too if another adapter has less than it supports, which the profile would then fail.
+    """
+
+    def value(facts: NicPcieLinks) -> float | None:
+        common: int | None = _same(
+            getattr(link.now, of) for link in facts.links if link.guid is not None
+        )
+        if common is None:
+            return None
+        links = [(getattr(link.now, of), getattr(link.adapter, of)) for link in facts.links]
+        is_slower = any(now and now < common <= (most or common) for now, most in links)
+        return None if is_slower else common
+
+    return value
 
 
 def _mounts(facts: Filesystems) -> Value:

@@ -73,10 +73,18 @@ def _standing(
             continue
         key = (event.sensor, failure_class)
         if not event.asserted:
-            standing.pop(key, None)
+            # Of two thresholds of one sensor the higher ends first.
+            others = [item for item in standing.pop(key, []) if _state(item) != _state(event)]
+            if others:
+                standing[key] = others
         elif event.age_s <= parameters.hours * 3600 and not _repaired(event.age_s, context):
             standing.setdefault(key, []).append(event)
     return standing
+
+
+def _state(event: BmcEvent) -> str:
+    """Return the text without the details of a vendor, which may differ when the state ends."""
+    return event.text.partition(" (")[0].strip().lower()
 
 
 def _class_of(event: BmcEvent) -> FailureClass | None:

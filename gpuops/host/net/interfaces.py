@@ -40,14 +40,16 @@ class BondSlave:
 class Interface:
     """One interface; None: not reported.
 
-    ``address`` is the hardware's own, also in a bond. ``is_physical``: it belongs to a device, and
-    ``has_rdma`` to one with an RDMA port. ``rate_gbs``: of slaves, in GB/s; sysfs gives Mb/s.
+    ``address`` is the hardware's own, also in a bond. ``is_physical``: it belongs to a device,
+    ``has_rdma``: to one with an RDMA port, ``is_usb``: to one on USB. ``rate_gbs``: of slaves, in
+    GB/s; sysfs gives Mb/s.
     """
 
     name: str
     address: str | None = None
     is_physical: bool = False
     has_rdma: bool = False
+    is_usb: bool = False
     is_switched_on: bool | None = None
     carrier: bool | None = None
     operstate: str | None = None
@@ -111,6 +113,7 @@ def _interface(folder: Path) -> Interface:
         address=_address(folder / ("bonding_slave/perm_hwaddr" if is_slave else "address")),
         is_physical=is_physical,
         has_rdma=is_there(folder / "device/infiniband"),
+        is_usb=is_physical and is_there(folder / "device/bInterfaceNumber"),
         is_switched_on=None if flags is None else bool(flags & _IFF_UP),
         carrier={"0": False, "1": True}.get(text_of(folder / "carrier") or ""),
         operstate=text_of(folder / "operstate") or None,

@@ -34,6 +34,7 @@ def event(sensor="Memory #0x02", text="Uncorrectable ECC", age_s=HOUR_S, *, asse
 
 
 PSU = ("Power Supply #0x51", "Failure detected")
+HOTTER = ("Temperature #0x04", "Upper Non-recoverable going high")
 HOT = ("Temperature #0x04", "Upper Critical going high")
 
 
@@ -76,6 +77,10 @@ def test_both_forms_of_the_log_are_read():
         ([event(age_s=24 * HOUR_S + 1)], ("pass", None)),
         ([event(age_s=None)], ("pass", None)),
         ([event(*PSU)], ("warn", "gpu_hw.thermal_power")),
+        (
+            [event(*HOT), event(*HOTTER), event(*HOTTER, asserted=False)],
+            ("warn", "gpu_hw.thermal_power"),
+        ),
         ([event(*PSU), event(*PSU, asserted=False)], ("pass", None)),
         ([event(*PSU, asserted=False), event(*PSU)], ("warn", "gpu_hw.thermal_power")),
         ([event(*HOT)], ("warn", "gpu_hw.thermal_power")),

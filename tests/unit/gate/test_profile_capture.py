@@ -4,6 +4,8 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+from support.fake_root import FakeRoot
 from support.gpus import eight, gpu, node, part
 
 from gpuops.checks import check_named
@@ -11,6 +13,8 @@ from gpuops.checks.core.profile import Profile
 from gpuops.checks.core.profile_files import parse_profile
 from gpuops.gate.profile_capture import ROWS, profile_text
 from gpuops.host.kernel_state import Modules
+from gpuops.host.net.interfaces import read_interfaces
+from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.systemd import Unit, Units
 
 NOT_EXPECTED = {"name", "about", "path", "inherits", "match"}
@@ -63,3 +67,41 @@ def test_a_name_with_signs_of_a_pattern_matches_itself(tmp_path):
     profile = captured(tmp_path, gpus=node(gpu(0, name=named)))
 
     assert profile.match.gpu == r"NVIDIA X100 \(2\) \[a\+b\]"
+
+
+def test_interfaces_that_other_nodes_do_not_have_are_left_out(tmp_path):
+    root = FakeRoot(tmp_path)
+    for name in ("eth0", "usb0", "enx0a1b2c3d4e5f", "ibx0a1b2c3d4e5f"):
+        root.write(f"sys/class/net/{name}/flags", "0x1003")
+        root.write(f"sys/class/net/{name}/carrier", "1")
+        root.write(f"sys/class/net/{name}/device/uevent", "")
+    root.write("sys/class/net/usb0/device/bInterfaceNumber", "00")
+    profile = captured(tmp_path, interfaces=read_interfaces(root.path))
+
+    assert profile.interfaces.value == ("eth0",)
+
+
+def nic(address, width, *, guid="g", most=16):
+    return NicPcieLink(
+        address=address,
+        names=(address,),
+        guid=guid,
+        now=PcieCapability(width=width),
+        adapter=PcieCapability(width=most),
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "width"),
+    [
+        ((), 16),
+        ((nic("management", 4, guid=None, most=4),), 16),
+        ((nic("storage", 8, most=8),), None),
+        ((nic("management", 8, guid=None),), None),
+    ],
+)
+def test_a_narrow_adapter_does_not_lower_what_the_others_must_have(tmp_path, others, width):
+    links = NicPcieLinks((nic("a", 16), nic("b", 16), *others))
+    profile = captured(tmp_path, nic_pcie=links)
+
+    assert (profile.nic_pcie_width and profile.nic_pcie_width.value) == width

@@ -137,12 +137,15 @@ def _adapters(facts: RdmaPorts) -> int | None:
 def _interfaces(facts: Interfaces) -> Value:
     """Return those with a link; not those whose name has an address, which no other node has.
 
-    Nor those on USB: there the BMC shows an interface, which goes when it restarts.
+    Nor those on USB: there the BMC shows an interface, which goes when it restarts. A bond stands
+    for its slaves, one of which may be lost.
     """
+    slaves = {name for bond in facts.bonds for name in bond.slaves}
+    bonds = {bond.name for bond in facts.bonds if bond.slaves}
     return _texts(
         item.name
         for item in facts.interfaces
-        if item.is_physical
+        if (item.name in bonds or (item.is_physical and item.name not in slaves))
         and item.has_link
         and not item.is_usb
         and not _NAMED_BY_ADDRESS.fullmatch(item.name)

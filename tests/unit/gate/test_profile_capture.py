@@ -81,6 +81,19 @@ def test_interfaces_that_other_nodes_do_not_have_are_left_out(tmp_path):
     assert profile.interfaces.value == ("eth0",)
 
 
+def test_a_bond_is_required_and_not_each_slave_of_it(tmp_path):
+    root = FakeRoot(tmp_path)
+    for name in ("eth0", "eth1", "eth2", "bond0"):
+        root.write(f"sys/class/net/{name}/carrier", "1")
+    for name in ("eth0", "eth1", "eth2"):
+        root.write(f"sys/class/net/{name}/device/uevent", "")
+    root.write("sys/class/net/bond0/bonding/mode", "802.3ad 4")
+    root.write("sys/class/net/bond0/bonding/slaves", "eth0 eth1")
+    profile = captured(tmp_path, interfaces=read_interfaces(root.path))
+
+    assert profile.interfaces.value == ("bond0", "eth2")
+
+
 def nic(address, width, *, guid="g", most=16):
     return NicPcieLink(
         address=address,

@@ -23,6 +23,11 @@ _FAULTS = (
         re.compile(r"Upper (Critical|Non-recoverable) going high"),
         FailureClass.GPU_THERMAL_POWER,
     ),
+    (
+        re.compile(r"Fan\b"),
+        re.compile(r"Lower (Critical|Non-recoverable) going low"),
+        FailureClass.GPU_THERMAL_POWER,
+    ),
 )
 
 

@@ -6,12 +6,13 @@ from gpuops.model import FailureClass, Finding, Status
 
 _SOURCE = "IPMI 2.0, table 42-3: Power Supply"
 _PRESENT = "presence detected"
+_FAILING = "predictive failure"
 _LOST = ("failure detected", "power supply ac lost", "ac lost or out-of-range")
 _TOO_FEW = "non-redundant: insufficient resources"
 
 
 def judge(facts: PowerSupplies, _parameters: NoParameters, context: JudgeContext) -> list[Finding]:
-    """Return one finding; a supply that is lost warns: the others carry the load.
+    """Return one finding; a supply that is lost or about to fail warns: the others carry the load.
 
     It fails if the controller says besides that the others do not suffice. Several nodes hang on
     one feed, so the cause is shared. An empty bay, and redundancy alone, are no fault: some
@@ -30,14 +31,17 @@ def judge(facts: PowerSupplies, _parameters: NoParameters, context: JudgeContext
     well = [item for item in facts.sensors if _PRESENT in item.states and item not in lost]
     if not lost and not well:
         return [skipped(subject, "the controller shows no power supply")]
+    deliver = f"{len(well)} deliver{'s' if len(well) == 1 else ''}"
     if not lost:
-        text = f"{len(well)} power supplies deliver"
-        return [subject.compared(Status.PASS, 0, "= 0 lost", _SOURCE, text)]
+        failing = [item.name for item in well if _FAILING in item.states]
+        status = Status.WARN if failing else Status.PASS
+        text = f"{', '.join(failing)}: {_FAILING}; {deliver}" if failing else f"{deliver}, 0 lost"
+        return [subject.compared(status, 0, "= 0 lost", _SOURCE, text)]
     too_few = any(_TOO_FEW in item.states for item in facts.sensors)
     # A node on which all supplies are lost would not answer.
     status = Status.FAIL if too_few and well else Status.WARN
     named = ", ".join(f"{item.name} ({', '.join(item.states)})" for item in lost)
-    text = f"lost: {named}; {len(well)} deliver" + (", which do not suffice" if too_few else "")
+    text = f"lost: {named}; {deliver}" + (", which is too little" if too_few else "")
     return [subject.compared(status, len(lost), "= 0 lost", _SOURCE, text)]
 
 

@@ -73,6 +73,7 @@ def test_both_forms_of_the_log_are_read():
     ("events", "verdict"),
     [
         ([event(age_s=2 * HOUR_S)], ("fail", "host_hw.dimm")),
+        ([event("Fan FAN1", "Lower Critical going low")], ("warn", "gpu_hw.thermal_power")),
         ([event(age_s=2 * HOUR_S + 1)], ("warn", "host_hw.dimm")),
         ([event(age_s=24 * HOUR_S + 1)], ("pass", None)),
         ([event(age_s=None)], ("pass", None)),

@@ -33,6 +33,7 @@ def findings(*rows):
         ([WELL, LOST], "pass"),
         ([WELL, TOO_FEW], "pass"),
         ([WELL, FAILED], "warn"),
+        ([WELL, WELL + ", Predictive failure"], "warn"),
         ([WELL, NO_INPUT, LOST], "warn"),
         ([WELL, FAILED, TOO_FEW], "fail"),
         ([FAILED, FAILED, TOO_FEW], "warn"),
@@ -53,7 +54,7 @@ def test_the_lost_one_is_named_and_a_feed_is_shared_by_nodes():
     assert said([finding]) == [("n1", "fail", "gpu_hw.thermal_power")]
     assert finding.shared_cause
     assert (
-        "lost: PS2 Status (presence detected, power supply ac lost); 1 deliver" in finding.message
+        "lost: PS2 Status (presence detected, power supply ac lost); 1 delivers" in finding.message
     )
 
 

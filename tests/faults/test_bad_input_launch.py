@@ -115,7 +115,7 @@ def test_two_runs_with_one_id(tmp_path):
     with FaultyRun(tmp_path, (), ("none", "--steps", 5), n_nodes=2, nproc=1) as run:
         run.start(run.hosts[0])
         run.wait(lambda: run.folders(run.host), "the first run's folder")
-        other = run.hosts[1].gpuops("run", *run.flags, PLAIN, timeout=90)
+        other = run.hosts[1].gpuops("run", *run.flags, PLAIN, env=run.env, timeout=90)
         assert other.returncode == 64, other.stderr
         assert "another job is running under the same --rdzv-id" in other.stderr
         assert list(run.hosts[1].runs.iterdir()) == []

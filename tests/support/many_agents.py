@@ -6,7 +6,7 @@ import time
 from gpuops.control.record import RECORD_KEY, ControlKeys, ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.control.tcp.store import TcpControlStore
-from support.cluster_run import ClusterRun, free_port
+from support.cluster_run import TOKEN, ClusterRun, free_port
 from support.hosts import Loopbacks
 
 RUN_ID = "crowd"
@@ -18,7 +18,7 @@ class Watcher:
 
     def __init__(self, endpoint):
         host, _, port = endpoint.rpartition(":")
-        self.board = TcpControlStore(host, int(port), run_key=RUN_ID)
+        self.board = TcpControlStore(host, int(port), run_key=RUN_ID, token=TOKEN)
 
     def record(self):
         """Return the record of the run, None where there is none yet."""

@@ -68,6 +68,7 @@ def test_the_commands_are_frozen():
         "facts",
         "incident",
         "node",
+        "profile",
         "repair",
         "report",
         "run",

@@ -57,6 +57,7 @@ def capture_profile(
     if path is not None and path.exists() and not force:
         raise UsageError(f"{path} exists; use --force to replace it")
     plan = make_plan(build_request(settings, environ()))
+    plan.suite.only(accept)  # refuses a name that is no check's
     found = capture(plan, path or Path("captured.toml"), accept, SystemClock())
     if found.objections:
         shown = [
@@ -72,6 +73,8 @@ def capture_profile(
         )
         unknown = all(item.status is Status.UNKNOWN for item in found.objections)
         return EXIT_UNKNOWN if unknown else EXIT_FAIL
+    if name is not None and found.unused:
+        raise UsageError(f"--name {name}: nothing is written: {found.unused}")
     if path is None:
         click.echo(found.text, nl=False)
         return EXIT_OK

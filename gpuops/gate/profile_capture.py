@@ -19,7 +19,7 @@ from gpuops.checks.core.profile_files import BOUNDS, load_profiles, parse_profil
 from gpuops.checks.core.runner import CheckRun
 from gpuops.checks.gpu.gpu_modes import COMPUTE_MODES
 from gpuops.errors import GpuopsError
-from gpuops.gate.session import CheckPlan, judge_recording, record_facts
+from gpuops.gate.session import CheckPlan, ProfileSelector, judge_recording, record_facts
 from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.infiniband import RdmaPorts
@@ -262,9 +262,13 @@ def objections(run: CheckRun, accepted: Collection[str]) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """``text``: the file of the profile; "" if there are ``objections`` to the node."""
+    """``text``: the file of the profile; "" if there are ``objections`` to the node.
+
+    ``unused``: why no node would be judged by it, if it lay among the site's profiles.
+    """
 
     text: str = ""
+    unused: str | None = None
     objections: tuple[Finding, ...] = ()
 
 
@@ -295,7 +299,15 @@ def capture(plan: CheckPlan, path: Path, accepted: Collection[str], clock: Clock
             f"the node changed while it was captured, nothing is written: {wrong[0].check}: "
             f"{wrong[0].message}; try again"
         )
-    return Capture(text=text)
+    return Capture(text=text, unused=_why_unused(plan, profile, facts.get("gpus")))
+
+
+def _why_unused(plan: CheckPlan, profile: Profile, gpus: object) -> str | None:
+    if not isinstance(gpus, Gpus):
+        return None
+    profiles = {**plan.profiles, profile.name: profile}
+    chosen, problem = ProfileSelector(profiles=profiles, node=plan.request.node).select(gpus)
+    return None if chosen is profile else problem
 
 
 def _with_profile(plan: CheckPlan, profile: Profile) -> CheckPlan:

@@ -125,6 +125,27 @@ def test_a_file_is_replaced_only_on_request(node, tmp_path):
     assert "exists; use --force" in refused.stderr
 
 
+def test_a_misspelt_check_cannot_be_accepted(node):
+    run = node("profile", "capture", "--accept", "ib_port")
+
+    assert (run.returncode, run.stdout) == (64, "")
+    assert "ib_port" in run.stderr
+
+
+def test_a_second_profile_for_the_same_nodes_is_refused(node, tmp_path):
+    """Two that match would switch each other off, and the shipped one, too."""
+    (tmp_path / "site/profiles").mkdir(parents=True)
+    node.env["GPUOPS_SITE_DIR"] = str(tmp_path / "site")
+    first = node("profile", "capture", "--name", "h100-rack")
+    again = node("profile", "capture", "--name", "h100-rack", "--force")
+    second = node("profile", "capture", "--name", "h100-row")
+
+    assert (first.returncode, again.returncode, second.returncode) == (0, 0, 64), first.stderr
+    assert "'h100-rack'" in second.stderr
+    assert "all match this node" in second.stderr
+    assert [path.name for path in (tmp_path / "site/profiles").iterdir()] == ["h100-rack.toml"]
+
+
 def test_a_node_that_is_not_good_is_not_captured(node, tmp_path):
     path = tmp_path / "rack7.toml"
     node.port(1, state="1: DOWN", phys="2: Polling")

@@ -144,8 +144,13 @@ class TransferConnection:
             raise UnauthenticatedError("it does not know the job's token")
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
 
-    def server_handshake(self, within_s: float) -> None:
-        """Handshake as the server; raises `UnauthenticatedError` after telling the client why."""
+    def server_handshake(
+        self, within_s: float, on_proof: Callable[[], None] = lambda: None
+    ) -> None:
+        """Handshake as the server; *on_proof* is called before the client hears that it is in.
+
+        Raises `UnauthenticatedError` after telling the client why.
+        """
         deadline_s = time.monotonic() + within_s
         received = self._receive_opening(deadline_s)
         hello = _parse_opening(wire.TransferHello.from_bytes, received)
@@ -158,6 +163,7 @@ class TransferConnection:
         if not proof.same(self._receive_opening(deadline_s), handshake.proof("client")):
             self.reject(ProofWelcome.WRONG_TOKEN)
             raise UnauthenticatedError("it does not know the job's token")
+        on_proof()
         self._send_short(
             proof.welcome(ProofWelcome.ACCEPTED, handshake.proof("server")), deadline_s
         )

@@ -227,8 +227,8 @@ class TransferServer:
     def _serve(self, connection: TransferConnection, address: str, handshake_s: float) -> None:
         try:
             try:
-                connection.server_handshake(handshake_s)
-                self._authenticate(connection)
+                # Marked first: strangers must not push out one that was told that it is in.
+                connection.server_handshake(handshake_s, lambda: self._authenticate(connection))
             except (OSError, WireError):
                 self._count("strangers_cut")
                 raise

@@ -21,6 +21,7 @@ from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.schema import REVISION
 from gpuops.store.sizes import GROWTH_DAYS, TableSize
 from gpuops.store.spool.forward import (
+    USERS_DIR,
     ForwardOptions,
     ForwardReport,
     UsersBacklog,
@@ -28,7 +29,12 @@ from gpuops.store.spool.forward import (
     measure_users,
 )
 from gpuops.store.spool.read import count_dropped, count_rejected
-from gpuops.store.spool.replay import REPLAY_DEADLINE_S, ReplayReport, replay_rejected
+from gpuops.store.spool.replay import (
+    REPLAY_DEADLINE_S,
+    ReplayReport,
+    replay_rejected,
+    users_records,
+)
 from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import NS_PER_S, US_PER_S, format_bytes, format_seconds, iso_utc
@@ -147,6 +153,7 @@ def _users_json(settings: Settings) -> Json:
         )
     except OSError as exc:
         error = f"cannot read {settings.spool_users_dir}: {exc.strerror}"
+    records = users_records(settings.spool_dir).values()
     return {
         "dir": str(settings.spool_users_dir),
         "users": backlog.users,
@@ -154,6 +161,8 @@ def _users_json(settings: Settings) -> Json:
         "bytes": backlog.bytes,
         **_oldest_json(backlog.oldest_us),
         "complete": backlog.is_complete,
+        "rejected": sum(map(count_rejected, records)),
+        "rejected_dropped": sum(map(count_dropped, records)),
         "error": error,
     }
 
@@ -173,14 +182,17 @@ def _print_status(body: Json) -> None:
         size = format_bytes(spool["bytes"])
         waiting = f"{spool['lines']} events wait ({size}, the oldest for {age})"
     click.echo(printable(f"spool   {spool['dir']}: {waiting}"))
-    if spool["rejected"]:
-        click.echo(
-            f"        {spool['rejected']} refused lines are kept in rejected/: gpuops db replay"
-        )
-    if spool["rejected_dropped"]:
-        click.echo(f"        {spool['rejected_dropped']} more did not fit there and were dropped")
+    _print_rejected(spool, "rejected/")
     if body["users"]:
         _print_users(body["users"])
+
+
+def _print_rejected(counts: Json, folder: str) -> None:
+    if counts["rejected"]:
+        click.echo(f"        {counts['rejected']} refused lines are kept in {folder}")
+        click.echo("        `gpuops db replay` sends them again")
+    if counts["rejected_dropped"]:
+        click.echo(f"        {counts['rejected_dropped']} more did not fit there and were dropped")
 
 
 def _print_users(users: Json) -> None:
@@ -193,6 +205,7 @@ def _print_users(users: Json) -> None:
     elif not users["complete"]:
         waiting += ", and more that was not looked at"
     click.echo(printable(f"users   {users['dir']}: {waiting}"))
+    _print_rejected(users, f"{USERS_DIR}/*/rejected/ of the spool")
 
 
 def _print_sizes(tables: list[Json]) -> None:

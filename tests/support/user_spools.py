@@ -16,13 +16,14 @@ from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import encode_line
 from gpuops.store.spool.forward import ForwardOptions, forward_users
 from gpuops.store.spool.send import flush
-from support.stories import START_US, story
+from support.stories import START_US, Teller, story
 
 USER = 65534
 OTHER = 65533
 NOW_US = START_US + 3_600_000_000
 LINES = [line for line in story(1) if line.event.node == "n1" and line.event.kind[:3] == "att"]
 ORIGIN = LINES[0].origin
+RUN = LINES[0].event.run_id
 
 
 def raw(lines):
@@ -30,6 +31,12 @@ def raw(lines):
 
 
 DATA = raw(LINES)
+
+
+def line(kind, payload=None, *, seq=500, origin=ORIGIN, run_id=RUN, node="n1", **changes):
+    """Return a line of the user's agent that is in order, but for *changes* of its event."""
+    event = Teller(seq).event(kind, payload, run_id=run_id, node=node, attempt=0)
+    return replace(LINES[0], seq=seq, origin=origin, event=replace(event, **changes))
 
 
 def as_user(act, uid=USER):

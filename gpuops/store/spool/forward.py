@@ -374,8 +374,29 @@ def _forward_user(
     remove_marks(records, segments)
     allowance = _read_allowance(records, clock.now_us() // _HOUR_US)
     report.users += 1
-    sender = UserSpoolSender(
-        records,
+    sender = user_sender(options, store, uid, allowance, clock=clock, end_ns=end_ns)
+    try:
+        if not sender.send(segments) and not allowance.is_used_up:
+            report.note = f"the time for the spool of uid {uid} passed"
+    finally:
+        report.held_back += allowance.is_used_up
+        report.add(sender.counts)
+        with open_folder(records, uid=os.geteuid()) as folder:
+            replace_file(folder, _ALLOWANCE, json.dumps(asdict(allowance)).encode("ascii"))
+
+
+def user_sender(
+    options: ForwardOptions,
+    store: IncidentStore,
+    uid: int,
+    allowance: Allowance,
+    *,
+    clock: Clock,
+    end_ns: int,
+) -> UserSpoolSender:
+    """Return the sender for lines of the user *uid*; root's records of them are below its spool."""
+    return UserSpoolSender(
+        options.spool_dir / USERS_DIR / str(uid),
         store,
         cluster=options.cluster,
         clock=clock,
@@ -385,14 +406,6 @@ def _forward_user(
         node=options.node,
         allowance=allowance,
     )
-    try:
-        if not sender.send(segments) and not allowance.is_used_up:
-            report.note = f"the time for the spool of uid {uid} passed"
-    finally:
-        report.held_back += allowance.is_used_up
-        report.add(sender.counts)
-        with open_folder(records, uid=os.geteuid()) as folder:
-            replace_file(folder, _ALLOWANCE, json.dumps(asdict(allowance)).encode("ascii"))
 
 
 def _read_allowance(records: Path, hour: int) -> Allowance:

@@ -21,11 +21,11 @@ from gpuops.store.backends import parse_url
 from gpuops.store.engine import IncidentStore, open_store
 from gpuops.store.spool.folders import open_file, open_folder, replace_file
 from gpuops.store.spool.format import SpoolLine
-from gpuops.store.spool.forward import USERS_DIR, Allowance, ForwardOptions, UserSpoolSender
+from gpuops.store.spool.forward import USERS_DIR, Allowance, ForwardOptions, user_sender
 from gpuops.store.spool.read import decode_entry, rejected_files
 from gpuops.store.spool.segments import REJECTED_DIR, spool_error
 from gpuops.store.spool.send import BATCH_BYTES, BATCH_LINES, SpoolSender, flush_lock
-from gpuops.store.spool.users import ROOT, node_names
+from gpuops.store.spool.users import ROOT
 
 REPLAY_DEADLINE_S = 60.0
 REASONS_SHOWN = 10
@@ -90,42 +90,40 @@ def replay_rejected(
     parse_url(options.store_url)
     report, end_ns = ReplayReport(), clock.mono_ns() + round(deadline_s * 1e9)
     spool = options.spool_dir
+    uids = [uid for uid, records in users_records(spool).items() if _has_rejected(records)]
+    owners: dict[Path, Sequence[int | None]] = {spool / USERS_DIR: uids} if uids else {}
+    if _has_rejected(spool):
+        owners = {spool: [None], **owners}
+    if not owners:
+        return report
     try:
-        uids = [uid for uid in _users(spool) if _has_rejected(spool / USERS_DIR / str(uid))]
-        groups: list[tuple[Path, Sequence[int | None]]]
-        groups = [(spool, [None])] if _has_rejected(spool) else []
-        groups += [(spool / USERS_DIR, uids)] if uids else []
-        if not groups:
-            return report
         with open_store(
             options.store_url, mode="write", root=options.root, deadline_s=deadline_s
         ) as store:
-            for directory, owners in groups:
+            for directory, whose in owners.items():
                 left_s = max((end_ns - clock.mono_ns()) / 1e9, 0.1)
                 with flush_lock(directory, left_s) as has_lock:
                     if not has_lock:
                         report.note = f"a flusher is working on {directory}"
                         continue
-                    for done, uid in enumerate(owners):
-                        share_ns = (end_ns - clock.mono_ns()) // (len(owners) - done)
-                        sender = _sender(options, store, uid, clock, clock.mono_ns() + share_ns)
+                    for sender, uid in _senders(options, store, whose, clock, end_ns):
                         _replay(sender, uid, report, dry_run=dry_run)
     except (StoreError, SpoolError) as exc:
         report.note = str(exc)
     return report
 
 
-def _users(spool: Path) -> list[int]:
-    """Return the users whose refused lines root keeps; it alone forwards."""
+def users_records(spool: Path) -> dict[int, Path]:
+    """Return where root keeps what it refused of each user, by uid; it alone forwards."""
     if os.geteuid() != ROOT:
-        return []
+        return {}
     try:
         with open_folder(spool, USERS_DIR, uid=ROOT) as folder, os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
     except OSError:
-        return []
-    found = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
-    return [uid for uid in found if uid != ROOT]
+        return {}
+    uids = sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    return {uid: spool / USERS_DIR / str(uid) for uid in uids if uid != ROOT}
 
 
 def _has_rejected(records: Path) -> bool:
@@ -136,25 +134,28 @@ def _has_rejected(records: Path) -> bool:
         return False
 
 
-def _sender(
-    options: ForwardOptions, store: IncidentStore, uid: int | None, clock: Clock, end_ns: int
-) -> SpoolSender:
-    """Return the sender for our own lines, or for those of the user *uid*."""
-    if uid is None:
-        return SpoolSender(
-            options.spool_dir, store, cluster=options.cluster, clock=clock, end_ns=end_ns
-        )
-    return UserSpoolSender(
-        options.spool_dir / USERS_DIR / str(uid),
-        store,
-        cluster=options.cluster,
-        clock=clock,
-        end_ns=end_ns,
-        uid=uid,
-        nodes=node_names(options.users_dir, options.node),
-        node=options.node,
-        allowance=Allowance(),  # they were counted when they were read from the spool
-    )
+def _senders(
+    options: ForwardOptions,
+    store: IncidentStore,
+    owners: Sequence[int | None],
+    clock: Clock,
+    end_ns: int,
+) -> Iterator[tuple[SpoolSender, int | None]]:
+    """Yield the sender for each user's lines (None: our own); each has a share of the time left."""
+    for done, uid in enumerate(owners):
+        now_ns = clock.mono_ns()
+        share_ns = now_ns + (end_ns - now_ns) // (len(owners) - done)
+        if uid is None:
+            yield (
+                SpoolSender(
+                    options.spool_dir, store, cluster=options.cluster, clock=clock, end_ns=share_ns
+                ),
+                None,
+            )
+        else:
+            # They were counted when they were read from the user's spool.
+            allowance = Allowance()
+            yield user_sender(options, store, uid, allowance, clock=clock, end_ns=share_ns), uid
 
 
 def _replay(sender: SpoolSender, uid: int | None, report: ReplayReport, *, dry_run: bool) -> None:

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_user
+from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, USER, as_user
 
 from gpuops.errors import SpoolError
 from gpuops.host.clock import FakeClock
@@ -15,12 +15,6 @@ from gpuops.store.spool.forward import measure_users
 HANGS_S = 20
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="root reads what others write")
-
-
-@pytest.fixture
-def machine():
-    with Machine() as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

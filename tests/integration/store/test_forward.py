@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.command import gpuops
-from support.stories import START_US, Teller, incident, node_incident, story
-from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, USER, Machine, as_user, raw
+from support.stories import START_US, incident, node_incident, story
+from support.user_spools import DATA, LINES, NOW_US, ORIGIN, OTHER, RUN, USER, as_user, line, raw
 
 from gpuops.host.clock import FakeClock
 from gpuops.incident.decision import NodeReport, ReportKind
@@ -19,7 +19,6 @@ from gpuops.model import Incident, run_incident_id
 from gpuops.store import schema
 from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.prune import Retention, prune
 from gpuops.store.spool import forward as forward_module
 from gpuops.store.spool import send as send_module
@@ -27,31 +26,7 @@ from gpuops.store.spool.record import spool_recorder
 from gpuops.store.spool.users import find_user_spools, make_user_spool, own_user_spool
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="root forwards what others write")
-RUN = LINES[0].event.run_id
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-
-
-@pytest.fixture
-def machine():
-    with Machine() as made:
-        yield made
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def either(request):
-    """A machine with a store on each database."""
-    url = None
-    if request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
-        upgrade_store(url)
-    with Machine(url) as made:
-        yield made
-
-
-def line(kind, payload=None, *, seq=500, origin=ORIGIN, run_id=RUN, node="n1", **changes):
-    """Return a line of the user's agent that is in order, but for *changes* of its event."""
-    event = Teller(seq).event(kind, payload, run_id=run_id, node=node, attempt=0)
-    return replace(LINES[0], seq=seq, origin=origin, event=replace(event, **changes))
 
 
 def test_lines_arrive_once_with_the_uid_of_their_spool(either):
@@ -272,6 +247,18 @@ def test_db_status_shows_what_waits_in_users_spools(machine):
 
     users = json.loads(done.stdout)["users"]
     assert (users["users"], users["bytes"], users["error"]) == (1, len(DATA), None)
+    assert users["rejected"] == 0
+
+
+def test_db_status_counts_refused_lines_of_users_and_says_how_to_send_them(machine):
+    machine.lay(raw([line("attempt.progress", {"minute_us": "soon"})]))
+    machine.forward()
+    environment = {"GPUOPS_SPOOL": str(machine.roots), "GPUOPS_SPOOL_USERS": str(machine.users)}
+
+    shown = gpuops("db", "status", f"--store={machine.url}", env=environment).stdout
+
+    assert "1 refused lines are kept in users/*/rejected/ of the spool" in shown
+    assert "`gpuops db replay` sends them again" in shown
 
 
 def test_what_an_agent_says_of_its_node_stays_behind(machine):

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 from support.command import gpuops
-from support.stories import START_US, Teller, incident
-from support.user_spools import LINES, NOW_US, ORIGIN, USER, Machine, as_user, raw
+from support.stories import START_US, incident
+from support.user_spools import LINES, NOW_US, ORIGIN, RUN, USER, Machine, as_user, line, raw
 
 from gpuops.host.clock import FakeClock
 from gpuops.store import schema
 from gpuops.store.checks import check_runs
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.spool import replay as replay_module
 from gpuops.store.spool.format import LINE_BYTES_MAX, encode_line
 from gpuops.store.spool.read import (
@@ -31,29 +30,6 @@ from gpuops.store.spool.segments import SpoolSegment
 from gpuops.store.spool.send import SpoolSender, flush_lock
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="root forwards what others write")
-RUN = LINES[0].event.run_id
-
-
-@pytest.fixture
-def machine():
-    with Machine() as made:
-        yield made
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def either(request):
-    """A machine with a store on each database."""
-    url = None
-    if request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
-        upgrade_store(url)
-    with Machine(url) as made:
-        yield made
-
-
-def line(kind, payload=None, *, seq=500, origin=ORIGIN, run_id=RUN, **changes):
-    event = Teller(seq).event(kind, payload, run_id=run_id, node="n1", attempt=0)
-    return replace(LINES[0], seq=seq, origin=origin, event=replace(event, **changes))
 
 
 NO_RELEASE_TAKES = line("attempt.progress", {"minute_us": "soon"}, seq=501)

@@ -269,7 +269,7 @@ def test_who_does_not_prove_the_token_in_time_is_cut_off(shared):
 @contextlib.contextmanager
 def few_places(**limits):
     """Yield the port of a server in a thread: nobody is cut off for being slow, unless *limits*."""
-    endless = {"handshake_timeout_s": 600.0, "stranger_handshake_s": 600.0}
+    endless = {"handshake_timeout_s": 600.0, "unknown_handshake_s": 600.0}
     bounds = ServerLimits(**{**endless, "connections_max": 8, **limits})
     state = ServerState(run_key=RUN_KEY, token=TOKEN, limits=bounds)
     ports, loop = queue.Queue(), asyncio.new_event_loop()
@@ -344,7 +344,7 @@ def test_agents_that_proved_the_token_outlast_any_number_of_strangers():
 
 
 def test_an_agent_that_is_slow_to_come_back_keeps_its_place():
-    with few_places(stranger_handshake_s=0.05) as (port, state, _):
+    with few_places(unknown_handshake_s=0.05) as (port, state, _):
         with Stranger(port) as agent:
             shake = agent.greet()
             assert agent.was_cut_off()

@@ -240,7 +240,7 @@ def test_a_stranger_is_cut_off_soon(said):
                 while sock.recv(1 << 12):
                     pass
             assert time.monotonic() - began_s < 5
-        until(lambda: server.counters()["strangers_cut"] == 1)
+        until(lambda: server.counters()["unauthenticated_cut"] == 1)
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
@@ -252,7 +252,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
                     sock.sendall(bytes([byte]))
                     threading.Event().wait(0.1)
             assert time.monotonic() - began_s < 5
-        until(lambda: server.counters()["strangers_cut"] == 1)
+        until(lambda: server.counters()["unauthenticated_cut"] == 1)
 
 
 # Nobody is cut off for being slow: only for another's place.
@@ -279,16 +279,16 @@ def strangers(server, number, says=b"", address="127.0.0.1"):
 @pytest.mark.parametrize("says", TOO_FEW, ids=["silent", "half a length", "half a hello"])
 def test_strangers_in_number_keep_no_peer_out(says):
     store = replica_store()
-    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
+    bounds = limits(unauthenticated_per_address_max=4, unknown_max=8, **ENDLESS)
     with serving(store, store, bounds=bounds) as server, strangers(server, 30, says):
-        until(lambda: server.counters()["strangers_cut"] >= 26)
+        until(lambda: server.counters()["unauthenticated_cut"] >= 26)
         hand_over(IMAGE, COPY, peer(server.port), terms(patience_s=10))
     assert len(store.copies()) == 1
     store.close()
 
 
 def test_strangers_of_many_addresses_keep_no_peer_out(target):
-    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
+    bounds = limits(unauthenticated_per_address_max=4, unknown_max=8, **ENDLESS)
     with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server, contextlib.ExitStack() as stack:
         for number in range(2, 12):
             stack.enter_context(strangers(server, 4, address=f"127.0.0.{number}"))
@@ -297,14 +297,14 @@ def test_strangers_of_many_addresses_keep_no_peer_out(target):
 
 
 def test_a_node_of_the_job_that_is_slow_keeps_its_place_among_strangers():
-    bounds = limits(unauthenticated_per_address_max=4, strangers_max=8, **ENDLESS)
-    bounds = replace(bounds, stranger_handshake_s=0.05)
+    bounds = limits(unauthenticated_per_address_max=4, unknown_max=8, **ENDLESS)
+    bounds = replace(bounds, unknown_handshake_s=0.05)
     with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
         server.set_peers(["127.0.0.1"])
         with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
             until(lambda: server.counters()["connections"] == 1)
             with strangers(server, 20, address="127.0.0.2"):
-                until(lambda: server.counters()["strangers_cut"] == 20)
+                until(lambda: server.counters()["unauthenticated_cut"] == 20)
             # Only now does it speak.
             TransferConnection(sock, job_pass(), bounds).client_handshake()
 
@@ -314,7 +314,7 @@ def test_connections_with_proof_outlast_any_number_of_strangers():
     with serving(Shelf((IMAGE, COPY)), bounds=bounds) as server:
         lines = [bad_peers.called(server.port) for _ in range(3)]
         with strangers(server, 40):
-            until(lambda: server.counters()["strangers_cut"] >= 39)
+            until(lambda: server.counters()["unauthenticated_cut"] >= 39)
             lines.append(bad_peers.called(server.port))
             for line in lines:
                 line.send(TransferFrameKind.OPEN, OpenCopy(STATE, SHARD, CHUNK).to_bytes())

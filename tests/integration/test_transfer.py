@@ -235,7 +235,7 @@ def test_a_stranger_gets_nothing(image, target, job, why):
     with serving(shelf) as server, pytest.raises(TransferError, match=why):
         fetch([peer(server.port)], job, copy, target.view, terms())
 
-    assert server.counters()["strangers_cut"] >= 3
+    assert server.counters()["unauthenticated_cut"] >= 3
     assert server.counters()["sent_bytes"] == 0
 
 

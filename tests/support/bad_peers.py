@@ -27,7 +27,7 @@ class BadServer(Listening):
 def opened(sock, epoch=3):
     """Return the server's side of a connection that was opened as it should be."""
     line = TransferConnection(sock, job_pass(epoch=epoch), limits())
-    line.server_handshake(5.0)
+    line.server_handshake(5.0, lambda: None)
     return line
 
 

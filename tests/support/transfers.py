@@ -104,7 +104,7 @@ def limits(**more):
     """Return limits that suit tests: small chunks, short waits."""
     handshake_s = more.get("handshake_s", 5.0)  # of everybody: the machine may be busy
     usual = {"chunk_bytes": CHUNK, "stall_s": 2.0, "handshake_s": handshake_s}
-    return TransferLimits(**{**usual, "stranger_handshake_s": handshake_s, **more})
+    return TransferLimits(**{**usual, "unknown_handshake_s": handshake_s, **more})
 
 
 def terms(deadline_s=20.0, patience_s=5.0, **more):

@@ -340,9 +340,10 @@ def checkpoints_of(
     if not plan.in_memory or any(find_spec(name) is None for name in NEEDED):
         return CheckpointService(plan.directory)
     usual = runtime_parents(job.env, job.temporary, job.uid)
-    sweep(keeper_parents(job), job.uid, clock.now_us() / US_PER_S)
+    parents = keeper_parents(job)
+    sweep(parents, job.uid, clock.now_us() / US_PER_S)
     try:
-        folder = take_folder(keeper_parents(job), _key(job), job.uid, job.temporary)
+        folder = take_folder(parents, _key(job), job.uid, job.temporary)
     except FolderError as exc:
         record.failed("creating a folder for the keeper of the checkpoints", exc)
         return CheckpointService(plan.directory)

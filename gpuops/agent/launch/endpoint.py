@@ -59,14 +59,14 @@ class ControlEndpoint:
 
     def describe(self, meeting: EndpointPlan) -> dict[str, str | int]:
         """Return where the control store is, for `gpuops run status`; nothing of it is secret."""
-        return {
+        place: dict[str, str | int] = {
             "kind": meeting.kind.value,
             "host": meeting.host,
             "port": meeting.port,
             "run_key": meeting.run_key,
             "endpoint": self.endpoint,
-            **({} if not meeting.is_insecure else {"insecure": 1}),
         }
+        return {**place, "insecure": True} if meeting.is_insecure else place
 
 
 def meet(  # noqa: PLR0913 who meets where, and each limit of it
@@ -108,11 +108,11 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
             OtherRunError,
             OtherTokenError,
         ) as exc:
-            # A token of the user's own is older than the run before this one.
-            is_final = isinstance(exc, OtherTokenError) and meeting.own_token is not None
-            if is_final or not patience.bears(exc):
-                if isinstance(exc, OtherTokenError):
+            if isinstance(exc, OtherTokenError):
+                # A given token may be new since the job's last run; the user's own is the same.
+                if meeting.own_token is not None or not patience.bears(exc):
                     raise refused_token(exc, meeting) from None
+            elif not patience.bears(exc):
                 raise
             wait(RETRY_S)
             continue

@@ -114,7 +114,7 @@ class KeeperClient:
 
         *keep*: which shards of other nodes may be pushed here. Replicas of other shards stay until
         the next commit. *bytes_per_s*: the rate limit of all pushes together. *nodes*: the
-        addresses of the job's nodes, nearest first, whose connections strangers never keep out.
+        addresses of the job's nodes, nearest first, which unauthenticated clients never keep out.
         """
         self._connection.call(
             Done,

@@ -28,7 +28,7 @@ from gpuops.checkpoint.transfer.wire import (
 from gpuops.checkpoint.types import CHUNK_BYTES
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
-from gpuops.host.net.admission import STRANGER_HANDSHAKE_S
+from gpuops.host.net.admission import UNKNOWN_HANDSHAKE_S
 from gpuops.host.net.frames import WireError, configure_socket
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
@@ -49,11 +49,11 @@ class TransferLimits:
     """
 
     handshake_s: float = 5.0  # for the whole handshake, of a node of the job
-    stranger_handshake_s: float = STRANGER_HANDSHAKE_S
+    unknown_handshake_s: float = UNKNOWN_HANDSHAKE_S
     stall_s: float = 10.0  # for a frame that has begun, or for `SLICE_BYTES` of an image
     idle_s: float = 30.0  # without a request
     connections_max: int = 256
-    strangers_max: int = 64
+    unknown_max: int = 64
     unauthenticated_per_address_max: int = 32
     chunk_bytes: int = CHUNK_BYTES
 
@@ -144,10 +144,8 @@ class TransferConnection:
             raise UnauthenticatedError("it does not know the job's token")
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
 
-    def server_handshake(
-        self, within_s: float, on_proof: Callable[[], None] = lambda: None
-    ) -> None:
-        """Handshake as the server; *on_proof* is called before the client hears that it is in.
+    def server_handshake(self, within_s: float, on_proof: Callable[[], None]) -> None:
+        """Handshake as the server; *on_proof* is called before the client is accepted.
 
         Raises `UnauthenticatedError` after telling the client why.
         """

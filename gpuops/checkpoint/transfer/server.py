@@ -2,8 +2,8 @@
 
 One thread per connection, because each is either inside one long system call or idle. An
 unauthenticated peer may send two short frames of fixed length within a second; every input is
-bounded before it is read. A slow or broken peer affects only its own connection, and strangers that
-say nothing keep nobody out (`gpuops.host.net.admission`).
+bounded before it is read. A slow or broken peer affects only its own connection, and idle clients
+keep no peer out (`gpuops.host.net.admission`).
 """
 
 import logging
@@ -99,7 +99,7 @@ class TransferCounters:
 
     connections: int = 0  # accepted
     turned_away: int = 0  # because there were too many
-    strangers_cut: int = 0  # without proof: failed, too slow, or dropped for a newer connection
+    unauthenticated_cut: int = 0  # handshake failed or too slow, or its place was needed
     refused: int = 0  # requests
     sent_bytes: int = 0  # of images
     received_bytes: int = 0
@@ -129,7 +129,7 @@ class TransferServer:
         self._admission = ConnectionAdmission[TransferConnection](
             AdmissionLimits(
                 connections_max=self._limits.connections_max,
-                strangers_max=self._limits.strangers_max,
+                unknown_max=self._limits.unknown_max,
                 per_address_max=self._limits.unauthenticated_per_address_max,
             )
         )
@@ -196,13 +196,13 @@ class TransferServer:
         connection = TransferConnection(sock, self._job, limits)
         with self._lock:
             # Threads of connections that were cut off may still be about to end.
-            is_room = len(self._connections) < limits.connections_max + limits.strangers_max
+            is_room = len(self._connections) < limits.connections_max + limits.unknown_max
             cut_off = self._admission.admit(connection, address) if is_room else None
             if cut_off is None:
                 self._counters.turned_away += 1
             else:
                 is_known = self._admission.is_known(address)
-                handshake_s = limits.handshake_s if is_known else limits.stranger_handshake_s
+                handshake_s = limits.handshake_s if is_known else limits.unknown_handshake_s
                 thread = threading.Thread(
                     target=self._serve,
                     args=(connection, address, handshake_s),
@@ -227,10 +227,10 @@ class TransferServer:
     def _serve(self, connection: TransferConnection, address: str, handshake_s: float) -> None:
         try:
             try:
-                # Marked first: strangers must not push out one that was told that it is in.
+                # Recorded before the client learns it: from then on it must not be cut off.
                 connection.server_handshake(handshake_s, lambda: self._authenticate(connection))
             except (OSError, WireError):
-                self._count("strangers_cut")
+                self._count("unauthenticated_cut")
                 raise
             self._serve_requests(connection)
         except (OSError, WireError) as exc:

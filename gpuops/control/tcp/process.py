@@ -138,9 +138,11 @@ def _check_same_run(host: str, port: int, run_key: str, token: str) -> None:
     try:
         store.get(RUN_OVER_KEY)
     except ControlStoreError as exc:
-        may_end = isinstance(exc, OtherRunError | ControlStoreUnreachableError)
-        is_token = isinstance(exc, OtherTokenError)
-        kind = PortTakenError if may_end else OtherTokenError if is_token else ControlStoreError
+        kind = ControlStoreError
+        if isinstance(exc, OtherRunError | ControlStoreUnreachableError):
+            kind = PortTakenError  # that run may end
+        elif isinstance(exc, OtherTokenError):
+            kind = OtherTokenError
         raise kind(f"the port is taken on this machine, and {exc}") from exc
     finally:
         store.close()

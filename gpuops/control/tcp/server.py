@@ -20,7 +20,7 @@ RUN_OVER_LEASE_S = 30.0
 SHUTDOWN_LEASE_S = 5.0
 _IDLE_CHECK_S = 0.5
 _BACKLOG = 4096
-# The loop accepts so many before it reads again: a burst of strangers must not be admitted, and cut
+# The loop accepts so many before it reads again: a burst of clients must not be admitted, and cut
 # off an agent, before what the agent has sent already is read.
 _ACCEPT_BATCH = 64
 _FILES_KEPT = 64

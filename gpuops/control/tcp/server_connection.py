@@ -1,9 +1,9 @@
 """One connection of a control store's server: the opening, then request by request.
 
-Nothing is read from a stranger but two short frames of fixed length; a stranger that has not proved
-the job's token within a second is cut off, and sooner where its place is needed
-(`gpuops.host.net.admission`). Nothing that a client sends is more than bytes to us. A client that
-is slow to read holds back only itself.
+Nothing is read from an unauthenticated client but two short frames of fixed length; one from an
+unknown address that has not proved the job's token within a second is cut off, and sooner where
+its place is needed (`gpuops.host.net.admission`). Nothing that a client sends is more than bytes to
+us. A client that is slow to read holds back only itself.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from gpuops.control.store import ControlStoreError, Entry
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.wire import ControlRequest, Operation, ReplyKind
 from gpuops.host.net import job_proof as proof
-from gpuops.host.net.admission import STRANGER_HANDSHAKE_S, AdmissionLimits, ConnectionAdmission
+from gpuops.host.net.admission import UNKNOWN_HANDSHAKE_S, AdmissionLimits, ConnectionAdmission
 from gpuops.host.net.frames import WireError, configure_socket, framed, take_frame
 from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
-# For addresses that have proved the job's token before; others are strangers.
+# For known addresses, which have proved the job's token before.
 HANDSHAKE_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 16_384  # two for each of 8,192 agents
 # Of one address, without proof: enough for the agents of one machine that all start now.
@@ -39,7 +39,7 @@ class ServerLimits:
     connections_max: int = CONNECTIONS_MAX
     unauthenticated_per_address_max: int = UNAUTHENTICATED_PER_ADDRESS_MAX
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
-    stranger_handshake_s: float = STRANGER_HANDSHAKE_S
+    unknown_handshake_s: float = UNKNOWN_HANDSHAKE_S
 
 
 @dataclass(slots=True)
@@ -90,8 +90,8 @@ class ServerState:
         self.admission = ConnectionAdmission(
             AdmissionLimits(
                 connections_max=limits.connections_max,
-                # Before the first agent has joined all are strangers, and a connection is cheap.
-                strangers_max=limits.connections_max,
+                # Before the first agent has joined no address is known, and a connection is cheap.
+                unknown_max=limits.connections_max,
                 per_address_max=limits.unauthenticated_per_address_max,
             )
         )
@@ -176,7 +176,7 @@ class ControlServerConnection(asyncio.Protocol):
             oldest.abort()
         configure_socket(transport.get_extra_info("socket"))
         is_known = state.admission.is_known(self._address)
-        within_s = limits.handshake_timeout_s if is_known else limits.stranger_handshake_s
+        within_s = limits.handshake_timeout_s if is_known else limits.unknown_handshake_s
         self._timer = asyncio.get_running_loop().call_later(within_s, self.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:

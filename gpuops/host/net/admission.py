@@ -1,9 +1,9 @@
 """Which connections a server of a job keeps while their clients have not proved the job's token.
 
-A server cannot tell a slow node of the job from a stranger that only holds a place. So no
-connection that waits keeps another one out: where places run out, the oldest stranger is
-cut off. Connections from addresses of the job's nodes have places of their own, and connections
-that have proved the token are never cut off.
+A server cannot distinguish a slow node of the job from a client that only holds a place. So no
+unauthenticated connection keeps another one out: where places run out, the oldest one from an
+unknown address is cut off. Connections from known addresses, those of the job's nodes, have places
+of their own, and authenticated connections are never cut off.
 """
 
 import ipaddress
@@ -12,19 +12,19 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# For strangers. A handshake is two short frames from each side: 10 ms within a data centre, also
-# over a slow link. A node of the job that needs longer connects again, and is not a stranger once
-# the server knows its address.
-STRANGER_HANDSHAKE_S = 1.0
+# From unknown addresses. A handshake is two short frames from each side: 10 ms within a data
+# centre, also over a slow link. A node of the job that needs longer connects again, and has more
+# time once the server knows its address.
+UNKNOWN_HANDSHAKE_S = 1.0
 C = TypeVar("C", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """The most connections: in all, of strangers, and without proof from one address."""
+    """The most connections: in all; unauthenticated: from unknown addresses, from one."""
 
     connections_max: int
-    strangers_max: int
+    unknown_max: int
     per_address_max: int
 
 
@@ -35,9 +35,9 @@ class ConnectionAdmission(Generic[C]):
         self._limits = limits
         self._known: OrderedDict[str, None] = OrderedDict()
         self._authenticated: set[C] = set()
-        # Without proof, the oldest first: of strangers and of known addresses.
-        self._strangers: OrderedDict[C, str] = OrderedDict()
-        self._expected: OrderedDict[C, str] = OrderedDict()
+        # Unauthenticated, the oldest first: from unknown and from known addresses.
+        self._waiting_unknown: OrderedDict[C, str] = OrderedDict()
+        self._waiting_known: OrderedDict[C, str] = OrderedDict()
         self._by_address: dict[str, OrderedDict[C, None]] = {}
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class ConnectionAdmission(Generic[C]):
     @property
     def n_waiting(self) -> int:
         """Return how many connections have not proved the token."""
-        return len(self._strangers) + len(self._expected)
+        return len(self._waiting_unknown) + len(self._waiting_known)
 
     def set_known(self, addresses: Iterable[str]) -> None:
         """Keep places for new connections from *addresses*, and from no others."""
@@ -67,8 +67,8 @@ class ConnectionAdmission(Generic[C]):
     def admit(self, connection: C, address: str) -> list[C] | None:
         """Admit *connection*; return those to cut off for it, None where it is to be turned away.
 
-        It is turned away only where every place is taken by connections with proof, or, for a
-        stranger, by those and by known addresses.
+        It is turned away only where every place is taken by authenticated connections, or, if its
+        address is unknown, by those and by known addresses.
         """
         address, limits = plain_address(address), self._limits
         is_known = address in self._known
@@ -76,22 +76,24 @@ class ConnectionAdmission(Generic[C]):
         of_address = self._by_address.get(address, ())
         if len(of_address) >= limits.per_address_max:
             cut_off.append(next(iter(of_address)))
-        elif not is_known and len(self._strangers) >= limits.strangers_max:
-            cut_off.append(next(iter(self._strangers)))
+        elif not is_known and len(self._waiting_unknown) >= limits.unknown_max:
+            cut_off.append(next(iter(self._waiting_unknown)))
         elif len(self) >= limits.connections_max:
-            oldest = next(iter(self._strangers or (self._expected if is_known else ())), None)
+            oldest = next(
+                iter(self._waiting_unknown or (self._waiting_known if is_known else ())), None
+            )
             if oldest is None:
                 return None
             cut_off.append(oldest)
         for other in cut_off:
             self.remove(other)
-        (self._expected if is_known else self._strangers)[connection] = address
+        (self._waiting_known if is_known else self._waiting_unknown)[connection] = address
         self._by_address.setdefault(address, OrderedDict())[connection] = None
         return cut_off
 
     def refresh(self, connection: C) -> None:
         """Make *connection*, which has named the right job, the newest of those that wait."""
-        for waiting in (self._strangers, self._expected):
+        for waiting in (self._waiting_unknown, self._waiting_known):
             if connection in waiting:
                 waiting.move_to_end(connection)
                 self._by_address[waiting[connection]].move_to_end(connection)
@@ -109,7 +111,9 @@ class ConnectionAdmission(Generic[C]):
         self._authenticated.discard(connection)
 
     def _forget_waiting(self, connection: C) -> bool:
-        address = self._strangers.pop(connection, None) or self._expected.pop(connection, None)
+        address = self._waiting_unknown.pop(connection, None) or self._waiting_known.pop(
+            connection, None
+        )
         if address is None:
             return False
         of_address = self._by_address[address]

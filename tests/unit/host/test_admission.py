@@ -11,11 +11,11 @@ from gpuops.host.net.admission import AdmissionLimits, ConnectionAdmission, plai
 KNOWN = "10.0.0.1"
 
 
-def admission(connections_max=6, strangers_max=4, per_address_max=2):
+def admission(connections_max=6, unknown_max=4, per_address_max=2):
     found = ConnectionAdmission(
         AdmissionLimits(
             connections_max=connections_max,
-            strangers_max=strangers_max,
+            unknown_max=unknown_max,
             per_address_max=per_address_max,
         )
     )

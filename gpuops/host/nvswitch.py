@@ -29,8 +29,8 @@ class NvSwitchBoard:
     """What such a board shows. ``switches``: how many the driver has, 0 if there is no such board.
 
     ``models`` are their PCI device ids. ``fabric_manager``: whether it runs, None if not all
-    processes are visible. ``divided``: a GPU is divided (MIG). ``nvlink_off``: the driver was told
-    to leave NVLink alone. ``adapters``: those of NVIDIA (Mellanox) with an RDMA driver.
+    processes are visible. ``divided``: a GPU is divided (MIG). ``nvlink_off``: a setting of the
+    driver turns NVLink off. ``adapters``: those of NVIDIA (Mellanox) with an RDMA driver.
     ``peermem``: the module is loaded. ``open_driver``: the flavour of the GPU driver, None if
     unknown.
     """

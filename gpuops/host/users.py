@@ -7,6 +7,7 @@ in a child process of its own.
 import pwd
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpuops.errors import ProbeError
@@ -79,7 +80,7 @@ def read_users(
     children = []
     for user in asked:
         child = probe.start_call(
-            lambda user=user: ask(user),  # type: ignore[misc]
+            partial(ask, user),
             deadline_s=deadline_s,
             question=f"user {root} {user}",
             left=left,

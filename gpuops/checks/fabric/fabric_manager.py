@@ -45,7 +45,7 @@ def judge(facts: NvSwitchBoard, parameters: Parameters, context: JudgeContext) -
     if not facts.switches:
         return [skipped(subject, "no NVSwitch that the NVIDIA driver of this machine has")]
     if facts.nvlink_off:
-        return [skipped(subject, "the driver was told to leave NVLink alone (NvLinkDisable)")]
+        return [skipped(subject, "a setting of the driver turns NVLink off (NvLinkDisable)")]
     if facts.fabric_manager is None:
         text = "nv-fabricmanager was not seen, and other processes are hidden from this one"
         return [not_judged(_NAME, context.node, text, UnknownReason.NO_PERMISSION)]

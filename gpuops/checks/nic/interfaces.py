@@ -84,7 +84,7 @@ def _expected(
         elif interface.has_link is None:
             yield skipped(_subject(interface), f"{name} does not say whether it has a link")
         elif not interface.has_link:
-            # Its switch may be down, which others share; nobody's switch switches it off.
+            # The network's switch may be down, which others share; but it disables no interface.
             is_shared = interface.is_switched_on is not False
             subject = replace(_subject(interface), shared_cause=is_shared)
             yield subject.compared(Status.FAIL, "down", "up", source, f"{name} {_state(interface)}")

@@ -17,12 +17,12 @@ from gpuops.model import Status
 _SHOWN_MAX = 5
 
 
-@click.group(epilog="Example: gpuops profile capture --out profiles/rack7.toml")
+@click.group(epilog="Example: gpuops profile capture --name h100-rack")
 def profile() -> None:
     """Make hardware profiles, which say what a node must have."""
 
 
-@profile.command("capture", epilog="Example: gpuops profile capture --out profiles/rack7.toml")
+@profile.command("capture", epilog="Example: gpuops profile capture --name h100-rack")
 @click.option(
     "--out", metavar="FILE", type=OutputFile(), help="Output file; default: standard output."
 )

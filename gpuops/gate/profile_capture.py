@@ -19,7 +19,13 @@ from gpuops.checks.core.profile_files import BOUNDS, load_profiles, parse_profil
 from gpuops.checks.core.runner import CheckRun
 from gpuops.checks.gpu.gpu_modes import COMPUTE_MODES
 from gpuops.errors import GpuopsError
-from gpuops.gate.session import CheckPlan, ProfileSelector, judge_recording, record_facts
+from gpuops.gate.session import (
+    CheckPlan,
+    ProfileSelector,
+    judge_recording,
+    names_and_count,
+    record_facts,
+)
 from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.infiniband import RdmaPorts
@@ -333,11 +339,9 @@ def _without_automounts(facts: Mapping[str, Any], root: Path) -> Mapping[str, An
 def profile_text(facts: Mapping[str, Any], *, node: str, day: str, root: Path = Path("/")) -> str:
     """Return the TOML of the profile that *facts* (by probe) give; *day* is a date."""
     gpus = facts.get("gpus")
-    known = gpus if isinstance(gpus, Gpus) else None
-    names = [gpu.name for gpu in known.nvml.gpus if gpu.name] if known else []
-    count = (len(known.pci) if known else 0) or len(names)
+    names, count = names_and_count(gpus) if isinstance(gpus, Gpus) else ((), 0)
     shipped = load_profiles([data_dir("checks") / "profiles"])
-    base, _ = profile_for(shipped, node=node, gpu_names=names, gpu_count=len(names))
+    base, _ = profile_for(shipped, node=node, gpu_names=names, gpu_count=count)
     model = f"{len(names)} x {names[0]}" if names else "no GPU"
     lines = [f"about = {_quoted(f'captured on {node}, {day}: {model}')}"]
     if base is not NO_PROFILE:
@@ -354,7 +358,7 @@ def profile_text(facts: Mapping[str, Any], *, node: str, day: str, root: Path = 
     lines += ["", "[match]"]
     if names:
         pattern = re.sub(r"([][\\.^$*+?{}|()])", r"\\\1", names[0])
-        lines += [f"gpu = {_quoted(pattern)}", f"gpu_count = {count}"]
+        lines += [f"gpu = {_quoted(pattern)}", f"gpu_count = {count or len(names)}"]
     else:
         lines.append(f"nodes = [{_quoted(node)}]")
     return "\n".join(lines) + "\n"

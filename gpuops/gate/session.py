@@ -70,7 +70,7 @@ class ProfileSelector:
 
     def select(self, gpus: Gpus) -> tuple[Profile, str | None]:
         """Return the profile that matches *gpus*, and what is wrong if none or several do."""
-        names, count = _names_and_count(gpus)
+        names, count = names_and_count(gpus)
         first = self.first()
         expected = first.match.gpu_count
         if not names or (expected is not None and count < expected):
@@ -85,7 +85,7 @@ class ProfileSelector:
         text = self.select(gpus)[1] if isinstance(gpus, Gpus) else None
         if text is None or not isinstance(gpus, Gpus):
             return None
-        names, count = _names_and_count(gpus)
+        names, count = names_and_count(gpus)
         several = sum(fits(item.match, self.node, names, count) for item in self.profiles.values())
         return Finding(
             check="profile",
@@ -113,7 +113,7 @@ class ProfileSelector:
             return self.first()
 
 
-def _names_and_count(gpus: Gpus) -> tuple[tuple[str, ...], int]:
+def names_and_count(gpus: Gpus) -> tuple[tuple[str, ...], int]:
     """Return NVML's name of each GPU, and how many are on the bus."""
     return tuple(gpu.name for gpu in gpus.nvml.gpus if gpu.name), len(gpus.pci)
 

@@ -30,8 +30,8 @@ from gpuops.host.clock import Clock
 from gpuops.host.gpu_names import Gpus
 from gpuops.host.infiniband import RdmaPorts
 from gpuops.host.net.interfaces import Interfaces
-from gpuops.host.net.pcie_link import NicPcieLinks
 from gpuops.host.nvml.facts import NvmlGpu
+from gpuops.host.pci.nic_link import NicPcieLinks
 from gpuops.host.storage.mounts import Filesystems, MountAnswer, is_ignored, read_mounts
 from gpuops.model import Finding, Status
 from gpuops.resources import data_dir

@@ -11,7 +11,7 @@ from gpuops.checks.core.check import (
     not_judged,
     skipped,
 )
-from gpuops.host.nvswitch import NvSwitchBoard, read_nvswitch_board
+from gpuops.host.pci.nvswitch import NvSwitchBoard, read_nvswitch_board
 from gpuops.model import FailureClass, Finding, Status, UnknownReason
 
 _NAME = "fabric_manager"

@@ -8,7 +8,7 @@ from gpuops.checks.core.check import (
     skipped,
 )
 from gpuops.checks.fabric.fabric_manager import PROBE
-from gpuops.host.nvswitch import NvSwitchBoard
+from gpuops.host.pci.nvswitch import NvSwitchBoard
 from gpuops.model import FailureClass, Finding, Status
 
 _SOURCE = "NVIDIA GPU Operator: GPUDirect RDMA, prerequisites"

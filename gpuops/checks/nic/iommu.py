@@ -2,7 +2,7 @@
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Subject, skipped
 from gpuops.checks.nic.pcie_acs import PROBE, SOURCE, why_not_judged
-from gpuops.host.pci_paths import PciPaths
+from gpuops.host.pci.paths import PciPaths
 from gpuops.model import FailureClass, Finding, Status
 
 

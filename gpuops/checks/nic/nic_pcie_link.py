@@ -12,7 +12,7 @@ from gpuops.checks.core.check import (
     skipped,
 )
 from gpuops.checks.core.profile import NumberExpectation
-from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability, read_nic_pcie
+from gpuops.host.pci.nic_link import NicPcieLink, NicPcieLinks, PcieCapability, read_nic_pcie
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 _NAME = "nic_pcie_link"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import Check, CheckLimit, JudgeContext, Probe, Subject, skipped
-from gpuops.host.aer import SEVERITIES, AerBus, AerDevice, read_aer
 from gpuops.host.node_state import CounterGrowth
+from gpuops.host.pci.aer import SEVERITIES, AerBus, AerDevice, read_aer
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
 

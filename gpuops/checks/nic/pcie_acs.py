@@ -1,7 +1,7 @@
 """Do PCIe switches send traffic between GPUs and adapters through the processor?"""
 
 from gpuops.checks.core.check import Check, JudgeContext, NoParameters, Probe, Subject, skipped
-from gpuops.host.pci_paths import PciPaths, read_pci_paths
+from gpuops.host.pci.paths import PciPaths, read_pci_paths
 from gpuops.model import FailureClass, Finding, Status
 
 # linux pci_regs.h: PCI_ACS_RR and PCI_ACS_CR, redirect peer-to-peer requests and completions.

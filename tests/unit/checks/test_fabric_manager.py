@@ -7,7 +7,7 @@ from support.fake_root import FakeRoot
 from gpuops.checks.core.check import JudgeContext
 from gpuops.checks.fabric.fabric_manager import Parameters, judge
 from gpuops.host.node_state import Counters
-from gpuops.host.nvswitch import NvSwitchBoard, read_nvswitch_board
+from gpuops.host.pci.nvswitch import NvSwitchBoard, read_nvswitch_board
 
 LIMITS = Parameters(starting_s=limit(fail=300))
 A100, H100 = 0x1AF1, 0x22A3

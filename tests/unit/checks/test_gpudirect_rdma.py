@@ -6,7 +6,7 @@ from support.fake_root import FakeRoot
 
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.nic.gpudirect_rdma import judge
-from gpuops.host.nvswitch import NvSwitchBoard, read_nvswitch_board
+from gpuops.host.pci.nvswitch import NvSwitchBoard, read_nvswitch_board
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n"

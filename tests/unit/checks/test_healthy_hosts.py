@@ -14,7 +14,6 @@ from gpuops.checks.core.profile import (
     TextExpectation,
 )
 from gpuops.checks.core.suite import load_suite
-from gpuops.host.aer import AerBus, AerDevice
 from gpuops.host.bmc import BmcEvent, BmcLog, PowerSupplies, PowerSupply
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
 from gpuops.host.infiniband import PkeyTable, PkeyTables, Port, RdmaPorts
@@ -23,9 +22,10 @@ from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
 from gpuops.host.net.interfaces import Bond, BondSlave, Interface, Interfaces
-from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.node_state import Counters, CounterSample
-from gpuops.host.nvswitch import NvSwitchBoard
+from gpuops.host.pci.aer import AerBus, AerDevice
+from gpuops.host.pci.nic_link import NicPcieLink, NicPcieLinks, PcieCapability
+from gpuops.host.pci.nvswitch import NvSwitchBoard
 from gpuops.host.procfs import Memory
 from gpuops.host.storage.mounts import MountTable
 from gpuops.host.storage.nvme import Array, MdRaid, Nvme, NvmeDrive

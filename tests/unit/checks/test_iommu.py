@@ -6,7 +6,7 @@ from support.fake_root import FakeRoot
 
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.nic.iommu import judge
-from gpuops.host.pci_paths import PciPaths, read_pci_paths
+from gpuops.host.pci.paths import PciPaths, read_pci_paths
 
 GPU = "0000:1b:00.0"
 

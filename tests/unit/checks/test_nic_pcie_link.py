@@ -8,7 +8,7 @@ from support.checks import CASE, said
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.core.profile import NO_PROFILE, NumberExpectation, TextExpectation
 from gpuops.checks.nic.nic_pcie_link import judge
-from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
+from gpuops.host.pci.nic_link import NicPcieLink, NicPcieLinks, PcieCapability
 
 
 def at(generation, width):

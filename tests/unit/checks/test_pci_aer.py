@@ -5,8 +5,8 @@ from support.checks import CASE, NODE, limit, said
 
 from gpuops.checks.core.check import JudgeContext
 from gpuops.checks.nic.pci_aer import Parameters, counters, judge
-from gpuops.host.aer import AerBus, AerDevice
 from gpuops.host.node_state import Counters, CounterSample
+from gpuops.host.pci.aer import AerBus, AerDevice
 
 LIMITS = Parameters(
     correctable_per_hour=limit(warn=100, fail=1000),

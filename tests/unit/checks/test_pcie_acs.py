@@ -10,7 +10,7 @@ from support.fake_root import FakeRoot
 
 from gpuops.checks.core.check import NoParameters
 from gpuops.checks.nic.pcie_acs import judge
-from gpuops.host.pci_paths import PciPaths, SwitchPort, acs_control, read_pci_paths
+from gpuops.host.pci.paths import PciPaths, SwitchPort, acs_control, read_pci_paths
 
 TOP = "sys/devices/pci0000:15"
 SWITCH = f"{TOP}/0000:15:01.0/0000:16:00.0"

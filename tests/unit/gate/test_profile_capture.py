@@ -14,7 +14,7 @@ from gpuops.checks.core.profile_files import parse_profile
 from gpuops.gate.profile_capture import ROWS, profile_text
 from gpuops.host.kernel_state import Modules
 from gpuops.host.net.interfaces import read_interfaces
-from gpuops.host.net.pcie_link import NicPcieLink, NicPcieLinks, PcieCapability
+from gpuops.host.pci.nic_link import NicPcieLink, NicPcieLinks, PcieCapability
 from gpuops.host.systemd import Unit, Units
 
 NOT_EXPECTED = {"name", "about", "path", "inherits", "match"}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_root import FakeRoot
 
-from gpuops.host.aer import AerBus, parse_aer, read_aer
+from gpuops.host.pci.aer import AerBus, parse_aer, read_aer
 
 CORRECTABLE = """RxErr 2
 BadTLP 0

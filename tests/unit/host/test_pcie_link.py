@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.fake_root import FakeRoot
 
-from gpuops.host.net.pcie_link import NicPcieLinks, PcieCapability, read_nic_pcie
+from gpuops.host.pci.nic_link import NicPcieLinks, PcieCapability, read_nic_pcie
 
 FULL = PcieCapability(generation=5, width=16)
 PORT, NIC = "0000:3a:01.0", "0000:3b:00.0"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from gpuops.host.aer import kind_of_device, ports_above
+from gpuops.host.pci.aer import kind_of_device, ports_above
 from gpuops.host.sysfs import driver_of, hypervisor
 from gpuops.host.trust import entries_of, text_of
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuops.host.aer import kind_of_device
+from gpuops.host.pci.aer import kind_of_device
 from gpuops.host.sysfs import driver_of
 from gpuops.host.trust import entries_of, number_of, text_of
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,18 +123,18 @@ def runtime_parents(env: Mapping[str, str], temporary: Path, uid: int) -> list[P
     return [*found, temporary / f"gpuops-{uid}"]
 
 
-def keeper_parents(job: "CheckpointJob") -> Iterator[Path]:
-    """Yield the parents of such folders, the best first.
+def keeper_parents(job: "CheckpointJob") -> list[Path]:
+    """Return the parents of such folders, the best first; the state directory is created.
 
     Anyone may create ``/tmp/gpuops-UID`` first. The state directory may be shared by nodes.
     """
-    yield from runtime_parents(job.env, job.temporary, job.uid)
     with suppress(OSError):
         job.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    yield job.state_dir / f"keepers-{job.node.replace('/', '_')}"
+    last = job.state_dir / f"keepers-{job.node.replace('/', '_')}"
+    return [*runtime_parents(job.env, job.temporary, job.uid), last]
 
 
-def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
+def sweep(parents: Sequence[Path], uid: int, now_s: float) -> None:
     """Remove the folders of keepers that are gone and were not used for `KEPT_S`.
 
     A parent of another user, or a link, is left alone: it may lead to any folder of this user.
@@ -154,7 +154,7 @@ def sweep(parents: Iterable[Path], uid: int, now_s: float) -> None:
 
 
 def take_folder(
-    parents: Iterable[Path], key: str, uid: int, temporary: Path | None = None
+    parents: Sequence[Path], key: str, uid: int, temporary: Path | None = None
 ) -> KeeperFolder:
     """Return the folder of *key*, locked; one that has a keeper is preferred to a new one.
 

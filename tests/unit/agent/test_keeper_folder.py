@@ -229,7 +229,7 @@ def test_where_another_user_was_first_it_is_in_the_state_directory_or_in_a_new_o
     tmp_path, script
 ):
     job = attacked_job(tmp_path, script)
-    parents = list(keeper_parents(job))
+    parents = keeper_parents(job)
     first = take_folder(parents, "k", UID, job.temporary)
     first.release(remove=False)
     parents[-1].chmod(0o777)

@@ -91,6 +91,8 @@ def test_a_node_that_a_person_resumed_is_recorded_as_such(cluster, history):
     cluster.drained_for("n1", "gpuops: fail gpu_lost")
     history.wait("node.drained", "n1", actor="gpuops")
     node.reset_nvml()
+    # A check that asked NVML before would drain the resumed node again.
+    wait_until(lambda: node.drain_record()["passes"] > 0, "no check has passed since")
     cluster.scontrol("update", "NodeName=n1", "State=RESUME")
 
     assert "by hand" in history.wait("node.resumed", "n1", actor="administrator")["reason"]

@@ -99,7 +99,6 @@ class CommitFollower:
         self._difference_reporter = ReplicaDifferenceReporter(location.me)
         self._status: Json | None = None
         self.agreed = CommitRecord()
-        self._restore_found: RestorePlan | None = None
         self._epoch_max = -1
         self._port: int | None = None
         self._has_warned = False
@@ -207,7 +206,7 @@ class CommitFollower:
         Raises:
             KeeperError: The keeper does not answer.
         """
-        self._current = self._status = self._restore_found = None
+        self._current = self._status = None
         self._previous = (None, None)
         self.must_persist = self.is_over = False
         self.last = self._retried = None
@@ -226,7 +225,10 @@ class CommitFollower:
         return True
 
     def fetch(self) -> None:
-        """Read the commit record and the restore plan, where a rank saves; never raises."""
+        """Read the commit record and the restore plan, where a rank saves; never raises.
+
+        A slow read may end in the next generation: the plan belongs to the one that it was read of.
+        """
         now = self._current
         if now is None or self._status is None:
             return
@@ -234,7 +236,7 @@ class CommitFollower:
             self.agreed = commit_record_of(self._store.get(self._keys.commit_record()))[1]
             if now.restore is None:
                 entry = self._store.get(self._keys.restore(now.number))
-                self._restore_found = restore_plan_in(entry) if entry.version else None
+                now.restore = restore_plan_in(entry) if entry.version else None
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("the agreement on checkpoints cannot be read: %s", exc)
 
@@ -252,8 +254,6 @@ class CommitFollower:
         self._update_trouble(status)
         if self._status is None and not status.n_ranks and not progress.whole:
             return  # nobody saves
-        if now.restore is None and self._restore_found is not None:
-            now.restore = self._restore_found
         if now.restore is not None and not now.is_restore_set:
             self._restore_from(client, now, now.restore)
         if now.restore is not None:

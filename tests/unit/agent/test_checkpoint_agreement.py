@@ -13,7 +13,8 @@ from support.placements import missing_copies
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
 from gpuops.agent.checkpoint.leader import generation_plan_of
 from gpuops.agent.checkpoint.messages import Inventory, StoredStates
-from gpuops.checkpoint.types import CheckpointError, StateId
+from gpuops.checkpoint.types import CheckpointError, Shard, StateId
+from gpuops.control.record import Roster
 from gpuops.incident.decision import ReportKind, RestartPolicy
 
 
@@ -108,6 +109,45 @@ def test_without_a_token_a_keeper_listens_for_no_peer():
 
 def no_survey(_directory):
     raise AssertionError("there is no directory")
+
+
+class SlowReads:
+    """A board whose answer to a question for a decision comes after *meanwhile*."""
+
+    def __init__(self, board, meanwhile):
+        self.board, self.meanwhile = board, meanwhile
+
+    def get(self, key):
+        entry = self.board.get(key)
+        if key.endswith("/restore"):
+            self.meanwhile()
+        return entry
+
+
+def test_a_decision_that_is_read_while_the_next_generation_begins_is_not_its_decision():
+    world = started(2, 2, 2)
+    world.run_until(lambda w: 0 in w.restores)
+    player, keeper = world.players[0], world.players[0].keeper
+    keys = player.link.keys
+    roster = Roster.from_bytes(world.store.get(keys.roster(0)).value)
+    assert generation_plan_of(roster).restore is None, "the ranks name their directory first"
+    assert world.store.get(keys.restore(0)).version
+
+    def next_one_begins():
+        keeper.begin(Shard(0, 2))
+        agreement.begin(keeper, replace(roster, generation=1))
+
+    board = SlowReads(world.store, next_one_begins)
+    place = KeeperLocation(me=player.me, token="t" * 16, job="run")
+    agreement = CommitFollower(board, keys, place, no_survey, world.said.append)
+    keeper.begin(Shard(0, 2))
+    agreement.begin(keeper, roster)
+    agreement.update(keeper, replace(keeper.status(), n_ranks=1))
+    agreement.fetch()
+    agreement.update(keeper, replace(keeper.status(), n_ranks=1))
+
+    assert keeper.chosen is None
+    assert agreement.is_waiting
 
 
 def test_a_directory_that_cannot_be_listed_is_told_once_however_often_it_is_tried():

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from gpuops.config.resolve import ErrorHandler, Settings, environ, raise_error, resolve
-from gpuops.host.trust import current_uid, refuse_foreign_file
+from gpuops.host.trust import current_uid, is_system_root, refuse_foreign_file
 
 
 def settings_of(
@@ -34,7 +34,7 @@ def settings_of(
         {key.replace("__", "."): value for key, value in flags.items()},
         environ(),
         config_file=Path(config_file) if config_file else None,
-        is_root=uid == 0,
+        is_root=is_system_root(uid),
         check_file=partial(refuse_foreign_file, uid=uid),
         on_error=on_error,
     )

@@ -20,13 +20,14 @@ from gpuops.agent.launch.identity import leave, meaning
 from gpuops.agent.launch.job_token import SECRET_VARIABLES
 from gpuops.agent.launch.options import HelpAskedError, RunRequest, help_text, read_words
 from gpuops.agent.launch.planning import request_of
-from gpuops.agent.launch.preconditions import refuse_nested
+from gpuops.agent.launch.preconditions import refuse_foreign_proc, refuse_nested
 from gpuops.agent.launch.timeouts import Timeouts, timeouts_of
 from gpuops.agent.launch.torch_compat import require_torch
 from gpuops.cli.options import exit_on_ctrl_c, settings_of
 from gpuops.config.resolve import Settings, environ, unset_environ
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
+from gpuops.host.container import container_facts
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import envelope
@@ -66,7 +67,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         return 0
     env = environ()
     refuse_nested(env)
-    if supervisor.is_wanted(env, os.getppid()):
+    if supervisor.is_wanted(env, os.getpid(), os.getppid()):
         return supervisor.watch(supervisor.command_line(), env, _print_line)
     supervisor.end_with_parent(env)
     _requeue_on_early_signal()
@@ -75,6 +76,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         from torch.distributed.run import get_args_parser
 
         from gpuops.agent.launch.launch import launch
+        from gpuops.agent.launch.node_context import lost_in_container
 
     try:
         typed = read_words(words, env, get_args_parser())
@@ -85,11 +87,15 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         ctx, store__url=typed.store, spool__dir=typed.spool, run__dir=typed.run_dir
     )
     request = request_of(typed, settings, env, uid=current_uid())
+    container = container_facts(settings.root)
+    refuse_foreign_proc(container)
     timeouts = timeouts_of(request, env, time.time())
     if request.print_timeouts:
         return _print_timeouts(request, timeouts)
     for line in (*request.warnings, *timeouts.refuse()):
         _print_line(f"warning: {line}")
+    if note := lost_in_container(container, env, settings.spool_users_dir):
+        _print_line(note)
     unset_environ(SECRET_VARIABLES)
     _survive_closed_streams()
     if not settings.store_is_default:

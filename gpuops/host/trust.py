@@ -199,13 +199,13 @@ def _vetted_site(site_dir: Path, uid: int, on_error: ErrorHandler) -> tuple[Path
 def refuse_foreign(directory: Path, *, uid: int, on_error: ErrorHandler = raise_error) -> None:
     """Check that root may trust *directory* and its content.
 
-    Only for root (*uid* 0): a user's own files are no risk for others.
+    Only for root (*uid* 0) of a system: a user's own files are no risk for others.
 
     Raises:
         ConfigError: Names what another user owns or may write: the folder, a file in it, or a
             folder or link on the path to one.
     """
-    if uid != 0 or not directory.is_dir():
+    if not is_system_root(uid) or not directory.is_dir():
         return
     for path in (directory, *sorted(directory.iterdir())):
         try:
@@ -220,7 +220,7 @@ def refuse_foreign_file(path: Path, *, uid: int) -> None:
     Raises:
         ConfigError: See `refuse_foreign`.
     """
-    if uid == 0:
+    if is_system_root(uid):
         _refuse(path)
 
 
@@ -267,6 +267,16 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             raise ConfigError(f"root does not read {path}: it is a loop of links at {step}")
         here = Path("/") if link_target.is_absolute() else here
         waiting += reversed([part for part in link_target.parts if part != "/"])
+
+
+def is_system_root(uid: int) -> bool:
+    """Return whether *uid*, of this process, is root of a system, not a user shown as root.
+
+    A namespace with a single uid (user_namespaces(7)) is one user's: that of `unshare
+    --map-root-user`, of enroot's --root, of pyxis' --container-remap-root.
+    """
+    users = (text_of(Path("/proc/self/uid_map")) or "").splitlines()
+    return uid == 0 and not (len(users) == 1 and users[0].split()[2:] == ["1"])
 
 
 def current_uid() -> int:

@@ -1,7 +1,8 @@
 """Under Slurm the agent is the child of a small process that starts it again when it was killed.
 
 slurmstepd ends a step's processes on a node when the task there ends, so an agent that the kernel's
-memory killer took could not come back. This parent imports no torch and holds nothing.
+memory killer took could not come back. This parent imports no torch and holds nothing. So it is for
+process 1 of a container, which ends with it; there the parent also reaps the orphans.
 
 Signals: what slurmstepd signals depends on ProctrackType. With ``cgroup`` it is the task alone,
 this parent (SignalChildrenProcesses in cgroup.conf); with ``linuxproc`` and ``pgid`` every process
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 MARK = "GPUOPS_PARENT_PID"
 RESTARTS_MAX, WINDOW_S = 3, 3600.0
@@ -36,10 +38,13 @@ _PR_SET_PDEATHSIG = 1  # prctl(2); not named in Python's standard library
 Say = Callable[[str], None]
 
 
-def is_wanted(env: Mapping[str, str], parent_pid: int) -> bool:
-    """Say whether this process should become the parent: a task of `srun`, and not the child."""
+def is_wanted(env: Mapping[str, str], pid: int, parent_pid: int) -> bool:
+    """Say whether process *pid* should become the parent: a task of `srun`, or a container's first.
+
+    The agent that the parent has started should not.
+    """
     is_task = all(env.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
-    return is_task and env.get(MARK) != str(parent_pid)
+    return (is_task or pid == 1) and env.get(MARK) != str(parent_pid)
 
 
 def end_with_parent(env: Mapping[str, str]) -> None:
@@ -100,7 +105,9 @@ def _one_agent(pid: int, listener: "_Listener") -> tuple[int, bool]:
         found = signal.sigwaitinfo({*PASSED_ON, signal.SIGCHLD})
         number = signal.Signals(found.si_signo)
         if number is signal.SIGCHLD:
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            while ended not in {0, pid}:  # an orphan
+                ended, status = os.waitpid(-1, os.WNOHANG)
             if ended:
                 return status, is_ending
             continue
@@ -141,8 +148,9 @@ class _Listener:
     def close(self) -> None:
         """End the listener."""
         os.close(self._read)
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # killed, and reaped as an orphan
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def _listen(pipe: int, parent: int) -> None:

@@ -15,6 +15,7 @@ from gpuops.agent.journal.session import NodeContext
 from gpuops.config.resolve import Settings
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import Clock
+from gpuops.host.container import ContainerFacts
 from gpuops.host.node_state import boot_id, node_name
 from gpuops.host.procfs import boot_us
 from gpuops.host.sysfs import driver_version
@@ -115,6 +116,24 @@ def _node_facts(root: Path, boot: str) -> NodeFacts:
         driver=driver_version(root),
         gpuops_version=__version__,
     )
+
+
+def lost_in_container(
+    container: ContainerFacts, env: Mapping[str, str], users_dir: Path
+) -> str | None:
+    """Return a line that says what the run does not have in *container*, None where it has all."""
+    lost = []
+    if container.kernel_log is not None:
+        lost.append(f"Xids come from NVML alone, no OOM kill is proven ({container.kernel_log})")
+    elif container.has_own_pids:
+        lost.append("no OOM kill is proven: the kernel's log has other process ids")
+    if container.has_own_pids:
+        lost.append("checkpoints in memory end with it (--ckpt-dir keeps them)")
+    if env.get("SLURM_JOB_ID") and not users_dir.is_dir():
+        lost.append(f"the fleet's store learns of this run only if {users_dir} is mounted")
+    if not container.is_container or not lost:
+        return None
+    return f"in a container: {'; '.join(lost)}; all else works"
 
 
 def describe_run(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpuops.agent.launch.option_values import why_no_interpreter
 from gpuops.errors import UsageError
+from gpuops.host.container import ContainerFacts
 
 _ELF = b"\x7fELF"
 _FIRST_BYTES = 256
@@ -67,6 +68,20 @@ def _check_executable(script: str) -> None:
         )
     if problem := why_no_interpreter(place):
         raise UsageError(f"cannot execute {script}: {problem}")
+
+
+def refuse_foreign_proc(container: ContainerFacts) -> None:
+    """Refuse to run where the numbers of processes in ``/proc`` are those of another namespace.
+
+    Raises:
+        UsageError: A signal could go to a process that has the number by chance.
+    """
+    if container.has_foreign_proc:
+        raise UsageError(
+            "this process is in a PID namespace of its own, and /proc shows another one: gpuops "
+            "could take other processes for its workers; mount /proc in it, as container runtimes "
+            "and `unshare --pid --fork --mount-proc` do"
+        )
 
 
 AGENT_PID = "GPUOPS_AGENT_PID"  # in the environment of every worker

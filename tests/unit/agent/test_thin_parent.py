@@ -76,11 +76,13 @@ def watched(tmp_path):
 
 
 def test_only_a_task_of_srun_has_a_parent_and_the_child_has_no_other():
-    assert is_wanted(TASK, 77)
-    assert not is_wanted(TASK | {MARK: "77"}, 77)
-    assert is_wanted(TASK | {MARK: "76"}, 77)  # left over from a run around this one
+    assert is_wanted(TASK, 78, 77)
+    assert is_wanted({}, 1, 0)
+    assert not is_wanted({MARK: "1"}, 7, 1)
+    assert not is_wanted(TASK | {MARK: "77"}, 78, 77)
+    assert is_wanted(TASK | {MARK: "76"}, 78, 77)  # left over from a run around this one
     for name in TASK:
-        assert not is_wanted({key: TASK[key] for key in TASK if key != name}, 77)
+        assert not is_wanted({key: TASK[key] for key in TASK if key != name}, 78, 77)
 
 
 @pytest.mark.parametrize("code", [0, 85, 93])

@@ -28,10 +28,12 @@ class ValueSigner:
     """Values that lie where others can write: with the proof of who wrote them, and for which key.
 
     A value written by compare-and-swap is also bound to its version, so that an old one cannot be
-    brought back as the newest. An empty token seals nothing.
+    brought back as the newest; and each value to ``instance``, the name of the run's rows, so that
+    one of an earlier run with the same key and token cannot. An empty token seals nothing.
     """
 
     def __init__(self, run_key: str, token: str) -> None:
+        self.instance = b""
         self._key = token_key(token) if token else None
         self._run = run_key.encode()
 
@@ -63,6 +65,5 @@ class ValueSigner:
 
     def _signature(self, kind: bytes, key: str, version: int, value: bytes) -> bytes:
         assert self._key is not None
-        return sign(
-            self._key, b"value", kind, self._run, key.encode(), _COUNTER.pack(version), value
-        )
+        place = (self._run, self.instance if key else b"", key.encode())  # "" holds the instance
+        return sign(self._key, b"value", kind, *place, _COUNTER.pack(version), value)

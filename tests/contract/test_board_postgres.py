@@ -142,6 +142,22 @@ def test_an_old_record_cannot_be_brought_back(postgres_url, open_board):
         board.get("control")
 
 
+def test_a_record_of_an_earlier_run_with_the_same_id_cannot_be_brought_back(
+    postgres_url, open_board
+):
+    """The exploit: the user's own token is that of all their runs, and ids are used again."""
+    open_board(postgres_url).compare_and_set("control", b"over", version=0)
+    kept = execute(postgres_url, "SELECT value FROM gpuops_board WHERE key = 'control'")[0]
+    execute(postgres_url, "DELETE FROM gpuops_board")
+    board = open_board(postgres_url)
+    board.compare_and_set("control", b"run", version=0)
+    assert board.get("control").value == b"run"
+    execute(postgres_url, "UPDATE gpuops_board SET value = %s WHERE key = 'control'", *kept)
+
+    with pytest.raises(ControlStoreError, match="'control'"):
+        board.get("control")
+
+
 def test_a_run_that_was_cleaned_up_is_noticed_on_the_next_connection(server, open_board):
     with server.database() as url:
         one, other = open_board(url), open_board(url)

@@ -89,14 +89,15 @@ class PostgresControlStore:
         return {key: self._entry(key, row) for key, *row in self._call(read)}
 
     def put(self, key: str, value: bytes) -> None:
-        values = self._values(check_key(key), check_value(key, value))
-        self._call(lambda line: line.execute(sql.PUT, values))
+        check_value(check_key(key), value)
+        self._call(lambda line: line.execute(sql.PUT, self._values(key, value)))
 
     def compare_and_set(self, key: str, value: bytes, *, version: int) -> tuple[bool, Entry]:
-        values = self._values(check_key(key), check_value(key, value), version=version + 1)
+        check_value(check_key(key), value)
         statement = sql.UPDATE if version else sql.INSERT
 
         def write(connection: "Connection[Any]") -> tuple[bool, Entry]:
+            values = self._values(key, value, version=version + 1)
             arrival_row = connection.execute(statement, values).fetchone()
             if arrival_row is not None:
                 return True, Entry(bytes(value), version + 1, arrival_row[0])
@@ -108,14 +109,19 @@ class PostgresControlStore:
     def heartbeat(
         self, key: str, value: bytes, *, watch: str, seen_version: int, hold_s: float
     ) -> HeartbeatReply:
-        values = self._values(check_key(key), check_value(key, value))
-        values |= {"watch": check_key(watch), "seen": seen_version, "cut": _VALUE_READ_BYTES_MAX}
+        check_value(check_key(key), value)
+        check_key(watch)
+        awaited = {"watch": watch, "seen": seen_version, "cut": _VALUE_READ_BYTES_MAX}
+
+        def values() -> dict[str, object]:
+            return self._values(key, value) | awaited
+
         hold_end_s = time.monotonic() + hold_s
-        reply = self._execute_heartbeat(sql.HEARTBEAT, values)
+        reply = self._execute_heartbeat(sql.HEARTBEAT, watch, values)
         while reply.watched is None and (left_s := hold_end_s - time.monotonic()) > 0:
             # Not inside a call: others of this handle go first.
             self._sessions.wait(min(left_s, POLL_S))
-            reply = self._execute_heartbeat(sql.READ_WATCHED, values)
+            reply = self._execute_heartbeat(sql.READ_WATCHED, watch, values)
         return reply
 
     def delete(self, prefix: str) -> None:
@@ -126,15 +132,13 @@ class PostgresControlStore:
         self._sessions.close()
 
     def _execute_heartbeat(
-        self, statement: sql.Statement, values: Mapping[str, object]
+        self, statement: sql.Statement, watch: str, values: Callable[[], Mapping[str, object]]
     ) -> HeartbeatReply:
-        row = self._call(lambda line: line.execute(statement, values).fetchone())
+        row = self._call(lambda line: line.execute(statement, values()).fetchone())
         assert row is not None
         store_s, *entry_row = row
         is_newer = entry_row[0] is not None
-        return HeartbeatReply(
-            self._entry(str(values["watch"]), entry_row) if is_newer else None, store_s
-        )
+        return HeartbeatReply(self._entry(watch, entry_row) if is_newer else None, store_s)
 
     def _get(self, connection: "Connection[Any]", key: str) -> Entry:
         row = connection.execute(
@@ -152,6 +156,7 @@ class PostgresControlStore:
             ) from None
 
     def _values(self, key: str, value: bytes, version: int = 0) -> dict[str, object]:
+        """Return what to write; on a connection, so that the instance is known."""
         signed = self._signer.sign_value(key, bytes(value), version)
         return {"run": self._run, "key": key, "value": signed, "version": version}
 
@@ -176,7 +181,9 @@ class PostgresControlStore:
         values = self._values("", nonce()[:INSTANCE_BYTES], version=1)
         if connection.execute(sql.INSERT, values).fetchone() is not None:
             connection.execute(sql.DELETE_OLD, {"days": KEEP_DAYS})
-        self._instance = self._read_instance(connection)
+        found = self._read_instance(connection)
+        self._signer.instance = found or b""
+        self._instance = found
 
     def _read_instance(self, connection: "Connection[Any]") -> bytes | None:
         row = connection.execute(

@@ -387,6 +387,47 @@ def test_a_full_board_says_so_and_goes_on():
         board.put("k/0", big)
 
 
+def serve_command(*words):
+    return [sys.executable, "-P", "-m", "gpuops.control.tcp.serve", "--run-key", RUN_KEY, *words]
+
+
+def test_a_server_whose_agent_died_before_it_handed_the_token_over_does_not_serve_openly():
+    """The exploit: SIGKILL an agent as it starts, and anyone is an agent of its control store."""
+    ran = subprocess.run(
+        serve_command("--token-fd", "0"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (ran.returncode, ran.stdout) == (75, b"failed the agent ended: no token came\n")
+
+
+def test_a_burst_of_strangers_does_not_use_up_the_servers_files():
+    """The exploit: a server without a file for the next connection accepts none for a second."""
+    limited = ["sh", "-c", 'ulimit -n 700; exec "$@"', "sh"]
+    command = serve_command("--port", "0", "--token-env", "T")
+    environment = {**os.environ, "T": TOKEN}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([*limited, *command], env=environment, **pipes) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        port = int(process.stdout.readline().split()[1])
+        process.send_signal(signal.SIGSTOP)
+        for number in range(900):
+            source = (f"127.0.0.{2 + number // 300}", 0)
+            to = ("127.0.0.1", port)
+            stack.enter_context(socket.create_connection(to, 30, source_address=source))
+        process.send_signal(signal.SIGCONT)
+        with contextlib.closing(tcp_board(port)) as board:
+            board.put("k", b"v")
+        process.kill()
+        assert process.stderr.read() == ""
+
+
 def test_the_token_is_not_on_the_command_line_and_no_secret_in_what_is_shown(shared):
     words = psutil.Process(shared.pid).cmdline()
 

@@ -100,16 +100,8 @@ def start_server(
     except OSError as exc:
         raise ControlStoreError(f"cannot start the control store's server: {exc}") from exc
     argv = [*module_command("gpuops.control.tcp.serve"), "--host", address]
-    argv += [
-        "--port",
-        str(port),
-        "--run-key",
-        run_key,
-        "--lease",
-        f"{lease_s:g}",
-        "--token-fd",
-        "0",
-    ]
+    argv += ["--port", str(port), "--run-key", run_key, "--lease", f"{lease_s:g}"]
+    argv += ["--token-fd", "0"] if token else []
     end_s = time.monotonic() + start_timeout_s
     try:
         process = start_sidecar(argv, environ())

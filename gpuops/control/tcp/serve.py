@@ -25,9 +25,12 @@ _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until nobody needs it; return 0, or 75 where the address cannot be had."""
+    """Serve until nobody needs it; return 0, or 75 without the address or the promised token."""
     options = _options(argv)
     token = _token(options)
+    if options.token_fd is not None and not token:
+        report_and_detach("failed the agent ended: no token came")
+        return EXIT_PORT_TAKEN
     limits = ServerLimits(connections_max=min(options.connections, raise_files_limit()))
     state = ServerState(run_key=options.run_key, token=token, limits=limits)
     return asyncio.run(_serve(ControlStoreServer(state, options.lease), options.host, options.port))

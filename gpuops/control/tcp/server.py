@@ -23,7 +23,9 @@ _BACKLOG = 4096
 # The loop accepts so many before it reads again: a burst of clients must not be admitted, and cut
 # off an agent, before what the agent has sent already is read.
 _ACCEPT_BATCH = 64
-_FILES_KEPT = 64
+# For our own files, and for batches that are accepted before those that they cut off are closed.
+# Without a free file asyncio accepts nothing for a second.
+_FILES_KEPT = 64 + 4 * _ACCEPT_BATCH
 
 
 @dataclass(slots=True)
@@ -89,4 +91,4 @@ def raise_files_limit() -> int:
     requested = CONNECTIONS_MAX + _FILES_KEPT
     limit = requested if hard == resource.RLIM_INFINITY else min(hard, requested)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return max(limit - _FILES_KEPT, 1)
+    return max(limit - _FILES_KEPT, limit // 2, 1)

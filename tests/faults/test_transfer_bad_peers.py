@@ -42,6 +42,8 @@ from gpuops.checkpoint.transfer.wire import (
     TransferRefusedError,
 )
 from gpuops.checkpoint.types import CorruptError
+from gpuops.host.net.frames import LENGTH, framed
+from gpuops.host.net.job_proof import JobHandshake, ProofWelcome
 
 BIG = 64 * 2**20
 # Short, and long enough for a good peer on a busy machine.
@@ -307,6 +309,26 @@ def test_a_node_of_the_job_that_is_slow_keeps_its_place_among_strangers():
                 until(lambda: server.counters()["unauthenticated_cut"] == 20)
             # Only now does it speak.
             TransferConnection(sock, job_pass(), bounds).client_handshake()
+
+
+def test_a_peer_that_has_named_the_job_gives_way_after_those_that_have_not():
+    """The exploit: on a node of the job, connect while its keeper is in the handshake."""
+    bounds = limits(unauthenticated_per_address_max=2, **ENDLESS)
+    with (
+        serving(Shelf((IMAGE, COPY)), bounds=bounds) as server,
+        socket.create_connection(("127.0.0.1", server.port), 10) as sock,
+        contextlib.ExitStack() as stack,
+    ):
+        until(lambda: server.counters()["connections"] == 1)
+        stack.enter_context(strangers(server, 1))
+        until(lambda: server.counters()["connections"] == 2)
+        hello = wire.TransferHello(job_pass().job, bytes(32)).to_bytes()
+        sock.sendall(framed(hello))
+        challenge = sock.recv(1 << 12)[LENGTH.size :]
+        stack.enter_context(strangers(server, 1))
+        until(lambda: server.counters()["unauthenticated_cut"] == 1)
+        sock.sendall(framed(JobHandshake(job_pass().key, hello + challenge).proof("client")))
+        assert sock.recv(1 << 12)[LENGTH.size] == ProofWelcome.ACCEPTED
 
 
 def test_connections_with_proof_outlast_any_number_of_strangers():

@@ -144,10 +144,16 @@ class TransferConnection:
             raise UnauthenticatedError("it does not know the job's token")
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
 
-    def server_handshake(self, within_s: float, on_proof: Callable[[], None]) -> None:
+    def server_handshake(
+        self,
+        within_s: float,
+        on_proof: Callable[[], None],
+        on_hello: Callable[[], None] = lambda: None,
+    ) -> None:
         """Handshake as the server; *on_proof* is called before the client is accepted.
 
-        Raises `UnauthenticatedError` after telling the client why.
+        *on_hello* is called once it has named this job. Raises `UnauthenticatedError` after telling
+        the client why.
         """
         deadline_s = time.monotonic() + within_s
         received = self._receive_opening(deadline_s)
@@ -155,6 +161,7 @@ class TransferConnection:
         if not proof.same(hello.job, self._job.job):
             self.reject(ProofWelcome.OTHER_JOB)
             raise UnauthenticatedError("it is of another job")
+        on_hello()
         challenge = wire.TransferChallenge(proof.nonce()).to_bytes()
         handshake = JobHandshake(self._job.key, received + challenge)
         self._send_short(challenge, deadline_s)

@@ -228,7 +228,11 @@ class TransferServer:
         try:
             try:
                 # Recorded before the client learns it: from then on it must not be cut off.
-                connection.server_handshake(handshake_s, lambda: self._authenticate(connection))
+                connection.server_handshake(
+                    handshake_s,
+                    lambda: self._authenticate(connection),
+                    lambda: self._refresh(connection),
+                )
             except (OSError, WireError):
                 self._count("unauthenticated_cut")
                 raise
@@ -243,6 +247,10 @@ class TransferServer:
                 self._admission.remove(connection)
             connection.close()
             self._forget(connection)
+
+    def _refresh(self, connection: TransferConnection) -> None:
+        with self._lock:
+            self._admission.refresh(connection)
 
     def _authenticate(self, connection: TransferConnection) -> None:
         with self._lock:

@@ -102,7 +102,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         from gpuops.store.backends import parse_url
 
         parse_url(settings.store_url)
-    outcome = launch(request, settings, env, SystemClock(), torch_version)
+    outcome = launch(request, settings, environ(), SystemClock(), torch_version)
     _print_outcome(outcome, settings)
     if problem := leave(outcome.exit_code, settings.values["run.exit_code_file"].value):
         _print_line(f"warning: {problem}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ HOW = (
 SECRET_VARIABLES = (TOKEN, "PET_RDZV_ENDPOINT")
 _OWN = "token"
 _OWN_BYTES = 32
+_OWN_TOKEN = re.compile(f"[0-9a-f]{{{2 * _OWN_BYTES}}}")
 
 
 def given_token(env: Mapping[str, str], file: str | None, uid: int) -> str:
@@ -92,13 +94,17 @@ def read_own_token(path: Path, uid: int) -> str:
     """Return the user's own token in the file *path*, ``""`` if none was made.
 
     Raises:
-        UsageError: It is no token, or others than *uid* can read it.
+        UsageError: It is no token that we made, or others than *uid* can read it.
         OSError: It cannot be read.
     """
     try:
-        return _checked(_content(path, str(path), uid), str(path))
+        found = _content(path, str(path), uid)
     except FileNotFoundError:
         return ""
+    # Who may write into the folder can put a private file of this user there that they know.
+    if not _OWN_TOKEN.fullmatch(found):
+        raise UsageError(f"{path}: it is no token that gpuops made; remove it, or {HOW}")
+    return found
 
 
 def _make(path: Path) -> None:

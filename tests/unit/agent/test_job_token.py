@@ -7,6 +7,7 @@ import stat
 import pytest
 
 from gpuops.agent.launch.job_token import given_token, own_token, read_own_token
+from gpuops.cli.main import run_command
 from gpuops.errors import UsageError
 
 TOKEN = "5b" * 16
@@ -96,7 +97,45 @@ def test_an_own_token_that_others_planted_or_can_read_is_refused(tmp_path):
     assert mine not in str(caught.value)
 
 
+def test_an_own_token_that_gpuops_did_not_make_is_refused(tmp_path):
+    """The exploit: who may write the folder puts a private file of the user there, and knows it."""
+    known = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA ada@login1"
+    token_file(tmp_path, text=known)
+
+    for use in (own_token, read_own_token):
+        with pytest.raises(UsageError, match="no token that gpuops made; remove it") as caught:
+            use(tmp_path / "token", os.getuid())
+        assert known not in str(caught.value)
+    (tmp_path / "token").unlink()
+    assert own_token(tmp_path / "token", os.getuid()) == read_own_token(
+        tmp_path / "token", os.getuid()
+    )
+
+
 def test_a_token_that_cannot_be_made_says_how_to_give_one(tmp_path):
     (tmp_path / "state").write_text("no directory")
     with pytest.raises(UsageError, match=r"state/token cannot be made: .*--token-file FILE"):
         own_token(tmp_path / "state" / "token", os.getuid())
+
+
+@pytest.mark.torch
+def test_what_a_run_starts_does_not_get_the_token(tmp_path, monkeypatch):
+    """The exploit: a site's ``--decide`` or a detector that prints its environment."""
+    script = tmp_path / "train.py"
+    script.touch()
+    given = {}
+
+    def launch(request, _settings, env, *_rest):
+        given.update(env)
+        assert request.plan.endpoint.token == TOKEN
+        raise UsageError("far enough")
+
+    monkeypatch.setattr("gpuops.agent.launch.launch.launch", launch)
+    monkeypatch.setattr("gpuops.cli.run._requeue_on_early_signal", lambda: None)
+    monkeypatch.setenv("GPUOPS_TOKEN", TOKEN)
+    monkeypatch.setenv("GPUOPS_STATE", str(tmp_path))
+    meet = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1")
+
+    assert run_command(["run", *meet, str(script)]) == 64
+    assert given["GPUOPS_STATE"] == str(tmp_path)
+    assert TOKEN not in given.values()

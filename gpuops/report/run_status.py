@@ -5,11 +5,11 @@ only as an address to query. An agent's state file names its process; reading is
 judging: a process id may belong to another process since, and is meaningless on another node.
 """
 
-import http.client
 import json
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ def _started_us(process: Process, root: Path) -> int | None:
 FOLDERS_MAX = 10_000
 STATES_MAX = 4096
 ANSWER_BYTES_MAX = 2**20
-QUERY_TIMEOUT_S = 2.0
+QUERY_TIMEOUT_S = 2.0  # for the whole answer, however slowly it arrives
+_CHUNK_BYTES = 2**16
 
 
 def find_run_folder(parent: Path, wanted_name: str | None) -> Path | None:
@@ -173,17 +174,25 @@ def query_agent(port: object) -> Mapping[str, Any] | None:
     if number is None or not 0 < number < 2**16:
         return None
     try:
-        with closing(
-            http.client.HTTPConnection("127.0.0.1", number, timeout=QUERY_TIMEOUT_S)
-        ) as connection:
-            connection.request("GET", "/state")
-            response = connection.getresponse()
-            data = response.read(ANSWER_BYTES_MAX)
-        body = json.loads(data) if response.status == http.client.OK else None
-    except (OSError, ValueError, http.client.HTTPException, RecursionError):
+        head, _, data = _ask(number, time.monotonic() + QUERY_TIMEOUT_S).partition(b"\r\n\r\n")
+        body = json.loads(data) if head.split()[1:2] == [b"200"] else None
+    except (OSError, ValueError, RecursionError):
         return None
     is_ours = isinstance(body, dict) and body.get("schema") == "gpuops.agent-state/1"
     return body if is_ours else None
+
+
+def _ask(port: int, end_s: float) -> bytes:
+    """Return the agent's answer; what listens on the port of one that ended may be a stranger."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), end_s - time.monotonic()) as sock:
+        sock.sendall(b"GET /state HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+        while (left_s := end_s - time.monotonic()) > 0 and len(answer) <= ANSWER_BYTES_MAX:
+            sock.settimeout(left_s)
+            if not (data := sock.recv(_CHUNK_BYTES)):
+                break
+            answer += data
+    return answer
 
 
 def _matches_name(folder: Path, wanted_name: str | None) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from support.agent_states import FOLDER, RUN, agent_state
 from support.decisions import failure
 from support.history import T0, a_killed_run, record_run
+from support.listening import Listening
 
 from gpuops.agent.status.server import AgentServer
 from gpuops.agent.status.state import run_state
@@ -160,6 +161,30 @@ def test_what_listens_there_may_be_anything(call, tmp_path):
         publish(tmp_path, replace(state, http_port=server.port))
 
         assert json.loads(call("--json")[1])["source"] == "file"
+
+
+class _Dripping(Listening):
+    """Sends one byte of an answer after the other, each in time."""
+
+    has_ended = False
+
+    def serve(self, sock):
+        for byte in b"HTTP/1.0 200 OK" + 200 * b" ":
+            sock.sendall(bytes([byte]))
+            if self.ends.wait(0.1):
+                break
+        self.has_ended = True
+
+
+def test_a_stranger_on_the_port_of_an_ended_agent_does_not_hold_the_command(
+    call, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gpuops.report.run_status.QUERY_TIMEOUT_S", 0.5)
+    with _Dripping() as stranger:
+        publish(tmp_path, agent_state(http_port=stranger.port))
+        assert json.loads(call("--json")[1])["source"] == "file"
+        assert stranger.n_calls == 1
+        assert not stranger.has_ended
 
 
 def test_an_agent_that_does_not_answer_leaves_the_files(call, tmp_path):

@@ -1,7 +1,9 @@
 """``gpuops db upgrade|status|flush|replay|prune``."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields
+from typing import TypeVar
 
 import click
 
@@ -39,7 +41,21 @@ from gpuops.store.spool.segments import SpoolBacklog, measure_spool
 from gpuops.store.spool.send import FLUSH_DEADLINE_S, flush
 from gpuops.units import NS_PER_S, US_PER_S, format_bytes, format_seconds, iso_utc
 
+F = TypeVar("F", bound=Callable[..., object])
 USERS_DEADLINE_S = 2.0
+
+
+def deadline_option(default_s: float, command: str) -> Callable[[F], F]:
+    """Return the option of *command* that says how long it sends lines, in seconds."""
+    return click.option(
+        "--deadline",
+        "deadline_s",
+        type=click.FloatRange(min=0.1, max=3600),
+        default=default_s,
+        show_default=True,
+        metavar="S",
+        help=f"Seconds after which the rest is left for the next {command}.",
+    )
 
 
 @click.group(epilog="Example: gpuops db upgrade")
@@ -265,15 +281,7 @@ def prune_command(ctx: click.Context, store: str | None, *, dry_run: bool, as_js
 
 @db.command("flush", epilog="Example: gpuops db flush")
 @store_option
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=FLUSH_DEADLINE_S,
-    show_default=True,
-    metavar="S",
-    help="Seconds after which the rest is left for the next flush.",
-)
+@deadline_option(FLUSH_DEADLINE_S, "flush")
 @click.option("--quiet", is_flag=True, help="Print nothing.")
 @json_option
 @click.pass_context
@@ -339,15 +347,7 @@ def _forward_text(report: ForwardReport) -> str:
 @db.command("replay", epilog="Example: gpuops db replay --dry-run")
 @store_option
 @click.option("--dry-run", is_flag=True, help="Ask the store, but change nothing.")
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=REPLAY_DEADLINE_S,
-    show_default=True,
-    metavar="S",
-    help="Seconds after which the rest is left for the next replay.",
-)
+@deadline_option(REPLAY_DEADLINE_S, "replay")
 @json_option
 @click.pass_context
 def replay_command(

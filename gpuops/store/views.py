@@ -55,7 +55,8 @@ _VIEWS = {
         SELECT i.id AS incident_id, c.name AS cluster, i.failure_class, i.category, i.side,
             i.confidence, i.state, i.title, i.run_id, i.attempt, i.lost_us / 3600e6 AS lost_hours,
             {time:i.first_us} AS first_seen, {time:i.detected_us} AS detected,
-            {time:i.resolved_us} AS resolved, {days:i.first_us} AS days_ago
+            {time:i.resolved_us} AS resolved, {days:i.first_us} AS days_ago,
+            substr(i.account_key, 1, 5) = 'root/' AS by_root
         FROM incidents i JOIN clusters c ON c.id = i.cluster_id
     """,
     # A culprit stands if the account of the incident that counts names it.

@@ -79,15 +79,15 @@ class Fleet:
     def state(self, node, kind, days_ago):
         self.tell(kind, node, days_ago, reason="gpuops: fail", actor="gpuops")
 
-    def checked(self, node, days_ago):
+    def checked(self, node, days_ago, check="gpu_lost", status="fail"):
         at_us = self.now_us - round(days_ago * DAY_US)
         gpu = {"kind": "gpu", "id": "GPU-bad"}
-        found = {"check": "gpu_lost", "entity": gpu, "status": "fail", "message": "lost"}
+        found = {"check": check, "entity": gpu, "status": status, "message": "lost"}
         run = {"suite": "health", "trigger": "periodic", "start_us": at_us, "end_us": at_us}
         event = self.tell(
-            "check.ran", node, days_ago, **run, verdict="fail", findings=[found], parts=[gpu]
+            "check.ran", node, days_ago, **run, verdict=status, findings=[found], parts=[gpu]
         )
-        told = {**run, "run": event.id, "first_us": at_us, "runs": 7, "verdict": "fail"}
+        told = {**run, "run": event.id, "first_us": at_us, "runs": 7, "verdict": status}
         self.tell("check.unchanged", node, days_ago, **told)
 
 
@@ -99,6 +99,12 @@ def lines_of_a_user():
         user.incident(node, "GPU-framed", days_ago, failure_class=FailureClass.GPU_CONFIG)
     user.checked("n3", 0.2)
     return user.teller.lines
+
+
+def add(store, lines, uid=0):
+    url = store.url.render_as_string(hide_password=False)
+    with open_store(url, mode="write") as opened, opened.begin() as connection:
+        ingest(connection, envelopes(lines, uid=uid), 1)
 
 
 def asked(store, name):
@@ -116,6 +122,13 @@ def test_a_user_changes_no_answer_about_nodes_and_parts(store, name):
 
     assert {bool(row[0]) for row in origins} == {True, False}
     assert [row[:-1] for row in asked(store, name)] == [row[:-1] for row in before]
+
+
+def test_users_incidents_count_as_failures_and_the_answer_says_how_many_are_roots(store):
+    add(store, lines_of_a_user(), uid=1000)
+
+    counts = {row[0]: tuple(map(int, row[1:3])) for row in asked(store, "mttf")}
+    assert counts == {"gpu_hw.fell_off_bus": (5, 5), "gpu_sw.config": (4, 0)}
 
 
 def test_a_users_checks_and_incidents_change_no_figure_of_a_node(store):
@@ -144,10 +157,10 @@ def test_each_has_at_most_ten_lines():
 
 
 def test_the_time_between_failures_is_by_class(store):
-    ((failure_class, incidents, mttf_days),) = asked(store, "mttf")
+    ((failure_class, incidents, by_root, mttf_days),) = asked(store, "mttf")
 
     # n1 to n3 were seen for 9.9, 8 and 4 days: what happened to them last.
-    assert (failure_class, incidents) == ("gpu_hw.fell_off_bus", 5)
+    assert (failure_class, incidents, by_root) == ("gpu_hw.fell_off_bus", 5, 5)
     assert float(mttf_days) == pytest.approx((9.9 + 8 + 4) / 5, abs=0.6)
 
 
@@ -168,6 +181,18 @@ def test_a_drain_lasts_until_the_resume_or_now(store):
 
 def test_noise_is_how_often_a_check_changed_its_mind(store):
     assert asked(store, "noisiest") == [("gpu_lost", "fail", 2, 2, 14)]
+    fleet = Fleet.__new__(Fleet)
+    fleet.now_us, fleet.teller = time.time_ns() // 1000, Teller("noise")
+    for days_ago in (1, 5, 29):
+        fleet.checked("n3", days_ago, "load", "warn")
+    for days_ago, status in ((4, "pass"), (6, "skip"), (31, "warn")):
+        fleet.checked("n3", days_ago, "load", status)
+    add(store, fleet.teller.lines)
+
+    assert asked(store, "noisiest") == [
+        ("load", "warn", 3, 1, 21),
+        ("gpu_lost", "fail", 2, 2, 14),
+    ]
 
 
 def test_a_node_that_nobody_checked_is_named(store):

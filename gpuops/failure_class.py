@@ -24,6 +24,7 @@ class FailureClass(StrEnum):
     CUDA_ERROR = "gpu_fault.cuda_error"
     GPU_LEAKED_MEMORY = "gpu_mem.leaked_memory"
     CUDA_OOM = "gpu_mem.cuda_oom"
+    HOST_CPU = "host_hw.cpu"
     HOST_DIMM = "host_hw.dimm"
     HOST_PCIE = "host_hw.pcie"
     HOST_DISK = "host_hw.disk"

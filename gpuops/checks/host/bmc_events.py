@@ -1,4 +1,4 @@
-"""Did the baseboard management controller log a fault of memory, power or cooling lately?"""
+"""Did the BMC log a fault of memory, processor, power or cooling lately?"""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,19 @@ from gpuops.units import format_seconds
 
 _NAME = "bmc_events"
 _THRESHOLD = "not asserted"
-# IPMI 2.0, table 42-3 (sensor type codes) and 42-2 (threshold events), in ipmitool's words.
+# IPMI 2.0, table 42-3 (sensor type codes) and 42-2 (threshold events), in ipmitool's words. A
+# processor's "State Asserted" is CATERR on Intel's boards (System Event Log Troubleshooting Guide).
 _FAULTS = (
     (re.compile(r"Memory\b"), re.compile(r"Uncorrectable ECC"), FailureClass.HOST_DIMM),
+    (
+        re.compile(r"Processor\b"),
+        re.compile(
+            r"IERR\b|CATERR\b|State Asserted|FRB1/BIST failure|FRB3/Processor startup"
+            r"|SM BIOS Uncorrectable|Uncorrectable machine check"
+        ),
+        FailureClass.HOST_CPU,
+    ),
+    (re.compile(r"Processor\b"), re.compile(r"Thermal Trip"), FailureClass.GPU_THERMAL_POWER),
     (
         re.compile(r"Power Supply\b"),
         re.compile(r"Failure detected|Power Supply AC lost|AC lost or out-of-range"),
@@ -29,6 +39,8 @@ _FAULTS = (
         FailureClass.GPU_THERMAL_POWER,
     ),
 )
+# These end because the machine was reset or switched off, which repairs nothing.
+_ENDED_BY_RESET = re.compile(r"IERR\b|CATERR\b|Thermal Trip|Uncorrectable machine check")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +55,8 @@ def judge(facts: BmcLog, parameters: Parameters, context: JudgeContext) -> list[
     """Return a finding for each sensor that reported a fault lately, else one for all.
 
     An uncorrectable error of memory since boot fails; one from before may have been repaired by the
-    reboot, so it only warns, as all others do. A state that ended, an event without a usable time
-    and one from before the node's last repair do not count.
+    reboot, so it only warns, as all others do. A state that ended does not count, unless a reset
+    ended it; nor does an event without a usable time or from before the node's last repair.
     """
     subject = Subject(_NAME, context.node, FailureClass.HOST_DIMM)
     if facts.missing is not None:
@@ -74,17 +86,26 @@ def _standing(
     standing: dict[tuple[str, FailureClass], list[BmcEvent]] = {}
     for event in facts.events:
         failure_class = _class_of(event)
-        if failure_class is None or event.age_s is None:
+        if failure_class is None:
             continue
         key = (event.sensor, failure_class)
         if not event.asserted:
+            # The log is in order, so an end counts without a usable time.
+            if _ENDED_BY_RESET.match(event.text):
+                continue
             # Of two thresholds of one sensor the higher ends first.
             others = [item for item in standing.pop(key, []) if _state(item) != _state(event)]
             if others:
                 standing[key] = others
-        elif event.age_s <= parameters.hours * 3600 and not _repaired(event.age_s, context):
+        elif _is_recent(event.age_s, parameters, context):
             standing.setdefault(key, []).append(event)
     return standing
+
+
+def _is_recent(age_s: float | None, parameters: Parameters, context: JudgeContext) -> bool:
+    if age_s is None or age_s > parameters.hours * 3600:
+        return False
+    return not _repaired(age_s, context)
 
 
 def _state(event: BmcEvent) -> str:
@@ -109,7 +130,7 @@ def _repaired(age_s: float, context: JudgeContext) -> bool:
 
 CHECK = Check(
     name=_NAME,
-    about="the BMC's event log has no standing fault of memory, power or cooling",
+    about="the BMC's event log has no standing fault of memory, CPU, power or cooling",
     probe=Probe(
         "bmc_log",
         BmcLog,

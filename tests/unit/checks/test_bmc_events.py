@@ -38,6 +38,11 @@ HOTTER = ("Temperature #0x04", "Upper Non-recoverable going high")
 HOT = ("Temperature #0x04", "Upper Critical going high")
 
 
+IERR = ("Processor #0xc9", "IERR")
+TRIP = ("Processor #0x70", "Thermal Trip")
+CATERR = ("Processor #0x80", "State Asserted")  # Intel's boards; sel list shows no names
+
+
 def findings(*events, repairs=(), **more):
     context = JudgeContext(node=NODE, counters=BOOTED, repairs=repairs)
     return said(judge(BmcLog(events=events, **more), LIMITS, context))
@@ -84,12 +89,24 @@ def test_both_forms_of_the_log_are_read():
         ),
         ([event(*PSU), event(*PSU, asserted=False)], ("pass", None)),
         ([event(*PSU, asserted=False), event(*PSU)], ("warn", "gpu_hw.thermal_power")),
+        ([event(*PSU), event(*PSU, age_s=None, asserted=False)], ("pass", None)),
         ([event(*HOT)], ("warn", "gpu_hw.thermal_power")),
         ([event(*HOT), event(*HOT, asserted=False)], ("pass", None)),
         (
             [event(*HOT), event("Temperature #0x05", HOT[1], asserted=False)],
             ("warn", "gpu_hw.thermal_power"),
         ),
+        ([event(*IERR)], ("warn", "host_hw.cpu")),
+        ([event(*IERR), event(*IERR, asserted=False)], ("warn", "host_hw.cpu")),
+        ([event(*IERR, age_s=25 * HOUR_S), event(*IERR, asserted=False)], ("pass", None)),
+        ([event(*TRIP), event(*TRIP, asserted=False)], ("warn", "gpu_hw.thermal_power")),
+        ([event(*CATERR)], ("warn", "host_hw.cpu")),
+        ([event(*CATERR), event(*CATERR, asserted=False)], ("pass", None)),
+        ([event(IERR[0], "IERR (CPU 2 | APIC ID 35 )")], ("warn", "host_hw.cpu")),
+        ([event(IERR[0], "Uncorrectable machine check exception")], ("warn", "host_hw.cpu")),
+        ([event(IERR[0], "Presence detected")], ("pass", None)),
+        ([event(IERR[0], "Correctable machine check error")], ("pass", None)),
+        ([event("System Event #0x10", "State Asserted")], ("pass", None)),
         ([event(text="Correctable ECC")], ("pass", None)),
         ([event("Drive Slot #0x01", "Uncorrectable ECC")], ("pass", None)),
         ([event(text="all is well, no Uncorrectable ECC")], ("pass", None)),

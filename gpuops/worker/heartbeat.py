@@ -32,7 +32,7 @@ from gpuops.wire.ring import (
     write_flags,
     write_header,
 )
-from gpuops.worker.optimizer_hook import PATIENCE, StepReader
+from gpuops.worker.optimizer_hook import PATIENCE, StepReader, only_makes_state
 
 # A script may install its own handlers at any time; checking ours costs a third of a beat.
 CHECK_EVERY = 16
@@ -144,6 +144,8 @@ class Heartbeat:
         self._on = False
 
     def _step(self, optimizer: Any) -> None:  # noqa: ANN401
+        if only_makes_state(optimizer):
+            return
         self._calls += 1
         if self._reported is not None:
             self._beat(self._reported, StepSource.REPORTED)

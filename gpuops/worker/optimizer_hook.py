@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -100,6 +100,40 @@ def _as_int(step: object) -> int:
     if step is None or device is None or device.type != "cpu":
         return STEP_UNKNOWN
     return int(step.item())  # type: ignore[attr-defined]  # a zero-dimensional CPU tensor
+
+
+_STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
+_FRAMES_MAX = 16  # wrappers of ``step()``: torch's own, a scheduler's, a container's
+
+
+def only_makes_state(optimizer: Any) -> bool:  # noqa: ANN401
+    """Return whether the step that ends now is no training: it only creates the optimizer's state.
+
+    Before they save or load, the functions of `torch.distributed.checkpoint.state_dict` make one
+    step with gradients and a learning rate of 0 (``_init_optim_state``). A warm-up may begin with
+    0 as well, so that the caller decides.
+    """
+    if not _has_zero_lr(optimizer):
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the only way to a caller
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return False
+        is_theirs = frame.f_globals.get("__name__") == _STATE_DICT_MODULE
+        if is_theirs and frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _has_zero_lr(optimizer: Any) -> bool:  # noqa: ANN401
+    groups = getattr(optimizer, "param_groups", None)
+    rate: Any = groups[0].get("lr", 0.0) if groups else None
+    if isinstance(rate, int | float):
+        return rate == 0
+    device = getattr(rate, "device", None)
+    is_on_host = device is not None and device.type == "cpu"
+    return is_on_host and bool(rate.item() == 0)
 
 
 MODULE = "torch.optim.optimizer"

@@ -35,7 +35,7 @@ from gpuops.agent.journal.open_incidents import (
     RestoreTime,
     RunIncident,
 )
-from gpuops.agent.monitors.progress import AttemptProgress, RankProgress
+from gpuops.agent.monitors.progress import AttemptProgress, FirstStep, RankProgress
 from gpuops.host.clock import Clock
 from gpuops.incident.cause import JudgedExits
 from gpuops.incident.decision import ClusterState, NodeReport, PastFailure, RestartDecision
@@ -113,17 +113,30 @@ class RunJournal(EventJournal):
             self._restoring.feed(rank, beats)
             self._progress.feed(rank, beats)
         first, caught_up = self._progress.first, self._progress.caught_up
-        if first is not None and self._is_new("first_step"):
-            self._has_stepped = True
-            at_us = self._wall_us(first.mono_ns)
-            self._emit("attempt.first_step", payloads.first_step(first, at_us))
-            self._job_steps_again(first.mono_ns)
+        if first is not None:
+            self._first_step_seen(first)
         if caught_up is not None and self._is_new("caught_up"):
             at_us = self._wall_us(caught_up.mono_ns)
             self._emit("attempt.caught_up", {"redo_done_us": at_us, "step": caught_up.step})
             self._close(caught_up.mono_ns, "the job is past the step where it had failed")
         if minute := self._minute(at_once=False):
             self._emit_event(*minute)
+
+    def _first_step_seen(self, first: FirstStep) -> None:
+        """Record the first step at once, and its number when it is known not to precede a load."""
+        is_new, may_load = self._is_new("first_step"), self._progress.may_load
+        if is_new and may_load:
+            self._sent.add("unnumbered")
+            first = replace(first, step=None)
+        elif not is_new and (may_load or "unnumbered" not in self._sent):
+            return
+        else:
+            self._sent.discard("unnumbered")
+        at_us = self._wall_us(first.mono_ns)
+        self._emit("attempt.first_step", payloads.first_step(first, at_us))
+        if is_new:
+            self._has_stepped = True
+            self._job_steps_again(first.mono_ns)
 
     def rank_progress(self, rank: int) -> RankProgress:
         """Return the progress of *rank* in this attempt."""

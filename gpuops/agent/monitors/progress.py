@@ -141,6 +141,26 @@ class RankProgress:
     last_step: int | None = None
     last_mono_ns: int | None = None
     finished_ns: int | None = None
+    _rose: tuple[int, int] | None = None  # the step and the optimizer calls when it last rose
+    _calls_before: int = 0
+
+    def loads(self, beat: Beat) -> bool:
+        """Return whether *beat* comes after a load: its step has risen by more than was stepped.
+
+        Some scripts step once before they load, to create the optimizer's state. A job that
+        catches up (torchft) jumps too, by fewer steps than it has made.
+        """
+        if beat.source is not StepSource.OPTIMIZER_STATE:
+            return False
+        if self._rose is None:
+            self._rose, self._calls_before = (beat.step, beat.optimizer_calls), beat.optimizer_calls
+            return False
+        step, calls = self._rose
+        if beat.step <= step:
+            return False
+        self._rose = beat.step, beat.optimizer_calls
+        jumped = beat.step - step - (beat.optimizer_calls - calls)
+        return jumped > calls - self._calls_before
 
 
 @dataclass(slots=True)
@@ -154,6 +174,7 @@ class AttemptProgress:
     steps_last: int | None = None
     last_mono_ns: int | None = None
     ranks: dict[int, RankProgress] = field(default_factory=dict)
+    _loaded: int = 0  # the first step after a load within this attempt
     _minute: list[Beat] = field(default_factory=list)
     _minute_before_ns: int | None = None
 
@@ -170,10 +191,13 @@ class AttemptProgress:
         of_rank = self.ranks.setdefault(rank, RankProgress())
         of_rank.beats, of_rank.last_mono_ns = beat.seq, beat.mono_ns
         of_rank.last_step = step if step is not None else of_rank.last_step
-        if self.first is None or beat.mono_ns < self.first.mono_ns:
+        if step is not None and of_rank.loads(beat) and step > self._loaded:
+            self._loaded, self.first, self.steps_first = step, None, None
+        counts = step is None or step >= self._loaded
+        if counts and (self.first is None or beat.mono_ns < self.first.mono_ns):
             self.first = FirstStep(beat.mono_ns, step, beat.source)
         self.last_mono_ns = max(self.last_mono_ns or 0, beat.mono_ns)
-        if step is not None:
+        if step is not None and counts:
             self.steps_first = step if self.steps_first is None else min(self.steps_first, step)
             self.steps_last = max(self.steps_last or 0, step)
             if self._is_past_highest(step, beat.mono_ns):
@@ -185,6 +209,16 @@ class AttemptProgress:
         if self.highest_before is None or step <= self.highest_before:
             return False
         return self.caught_up is None or mono_ns < self.caught_up.mono_ns
+
+    @property
+    def may_load(self) -> bool:
+        """Return whether the first step may have been made before a load.
+
+        It is the very first one although there were others before.
+        """
+        first = self.first
+        is_new_state = self.highest_before is not None and first is not None and first.step == 1
+        return is_new_state and self.steps_last == 1
 
     @property
     def beats(self) -> int:

@@ -75,3 +75,25 @@ def test_a_script_that_says_its_steps_beats_twice_in_each_and_steps_once():
 
     minute = progress.take_minute(MINUTE_NS)
     assert (minute.step_time_p50_us, minute.step_time_max_us) == (2_000_000, 2_000_000)
+
+
+def test_a_jump_of_the_optimizers_steps_is_a_load():
+    progress = AttemptProgress(highest_before=12)
+    progress.feed(0, beats((1, 1.0)))
+    assert progress.may_load
+    progress.feed(1, beats((1, 1.0), (9, 4.1)))
+    progress.feed(0, beats((1, 1.0), (9, 4.0), (10, 5.0))[1:])
+
+    assert not progress.may_load
+    assert (progress.steps_first, progress.steps_last) == (9, 10)
+    assert (progress.first.step, progress.first.mono_ns) == (9, 4 * S)
+
+
+def test_neither_a_job_that_catches_up_nor_one_that_reports_every_tenth_step_loads():
+    progress = AttemptProgress()
+    progress.feed(0, beats((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (7, 5.0)))
+    assert progress.steps_first == 1
+
+    progress = AttemptProgress()
+    progress.feed(0, beats((10, 1.0), (20, 2.0), (30, 3.0), source=StepSource.REPORTED))
+    assert progress.steps_first == 10

@@ -142,7 +142,18 @@ def test_the_report_counts_what_the_incidents_of_the_run_count():
     assert found.lost_s > 0
 
 
-def tell_a_run(recorder, clock):
+def test_a_step_before_a_load_is_none_that_was_made_again():
+    attempts = (range(1, 13), (1, *range(9, 15)))
+    found = break_down_run(*tell_a_run(ListRecorder(), FakeClock(), attempts))
+
+    assert found.redone_steps == 4
+    assert not found.attempts[1].restarted_from_scratch
+
+
+STEPS = ((), (1, 2, 3), (), (1, 2), (1, 2, 3, 4, 5))
+
+
+def tell_a_run(recorder, clock, attempts=STEPS):
     """Record a run that fails before its first step, in mid-training, again, and in a redo."""
 
     def emit(*news):
@@ -160,16 +171,16 @@ def tell_a_run(recorder, clock):
 
     chronicle = RunJournal(emit, clock, run_id=RUN, node=NODE, rules=())
     record_run(recorder, run_row(outcome=None, ended_us=None), [], [], clock)
-    for ordinal, steps in enumerate([0, 3, 0, 2, 5]):
+    for ordinal, steps in enumerate(attempts):
         clock.advance(1.5)
         chronicle.attempt_started(ordinal, facts(clock))
         clock.advance(2.0)
-        for step in range(1, steps + 1):
+        for calls, step in enumerate(steps, 1):
             clock.advance(0.75)
-            beat = Beat(step, step, clock.mono_ns(), Beating.STEPPING, OPTIMIZER, step)
+            beat = Beat(calls, step, clock.mono_ns(), Beating.STEPPING, OPTIMIZER, calls)
             chronicle.beats({0: [beat]})
         clock.advance(0.5)
-        if ordinal < 4:
+        if ordinal + 1 < len(attempts):
             end = killed(0, at_s=clock.mono_ns() / S)
             clock.advance(0.25)
             told = report(NODE, generation=ordinal)

@@ -213,6 +213,32 @@ def test_discarded_models_are_not_kept_alive():
     assert [known() for known in seen] == [None] * 6
 
 
+@pytest.mark.torch
+def test_the_step_that_only_makes_the_optimizers_state_is_none():
+    import torch
+    from torch.distributed.checkpoint import state_dict as dcp
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    beat, ring = heart()
+    hook = register_optimizer_step_post_hook(beat)
+    try:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+        saved = dcp.get_optimizer_state_dict(model, optimizer)
+        for state in saved["state"].values():
+            state["step"] = torch.tensor(8.0)
+        dcp.set_optimizer_state_dict(model, optimizer, saved)
+        assert read_beats(ring) == []
+
+        optimizer.param_groups[0]["lr"] = 0.0  # a warm-up may begin so
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    finally:
+        hook.remove()
+
+    assert [(b.step, b.optimizer_calls) for b in read_beats(ring)] == [(9, 1)]
+
+
 def test_an_exception_in_the_hook_ends_the_beats_and_nothing_else():
     beat, ring = heart()
     beat(Optimizer(w=1), (), {})

@@ -33,15 +33,15 @@ from gpuops.control.step import (
     UpdateRecord,
     is_held_back,
     next_change,
+    stop,
 )
-from gpuops.control.store import ControlStoreError, Entry
+from gpuops.control.store import VALUE_BYTES_MAX, ControlStoreError, Entry
+from gpuops.errors import EXIT_FAIL
 from gpuops.host.clock import Clock
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
-
-ROSTER_BYTES_MAX = 2**20  # with metadata
 
 
 class LeaderExtension:
@@ -57,6 +57,9 @@ class LeaderExtension:
         """Return the metadata of *roster*, which is about to be written.
 
         *ready* has the entries of all ready agents, by agent; *previous* is the roster before.
+
+        Raises:
+            ControlStoreError: The store did not take what goes with it; the roster is not written.
         """
         return {}
 
@@ -85,21 +88,22 @@ class ExtensionRunner:
                 self._run_safely(partial(each.on_heartbeats, record, roster, membership.heartbeats))
 
     def with_metadata(self, record: ControlRecord, roster: Roster) -> Roster:
-        """Return *roster* with the metadata of all extensions."""
-        membership, found = self._membership, roster
+        """Return *roster* with the metadata of all extensions.
 
-        def note(extension: LeaderExtension) -> None:
-            nonlocal found
-            notes = extension.roster_metadata(
-                record, roster, membership.roster, membership.ready_entries
-            )
-            noted = replace(found, metadata={**found.metadata, **notes})
-            if len(noted.to_bytes()) <= ROSTER_BYTES_MAX:
-                found = noted
-
+        Raises:
+            ControlStoreError: An extension could not write what goes with it.
+        """
+        membership, found = self._membership, dict(roster.metadata)
         for each in self._extensions:
-            self._run_safely(partial(note, each))
-        return found
+            try:
+                found |= each.roster_metadata(
+                    record, roster, membership.roster, membership.ready_entries
+                )
+            except ControlStoreError:
+                raise
+            except Exception as exc:  # noqa: BLE001 boundary: see `_run_safely`
+                self._report_failure(exc)
+        return replace(roster, metadata=found)
 
     def _run_safely(self, call: Callable[[], None]) -> None:
         """Call *call*; its failure must not keep nodes from joining or being replaced."""
@@ -107,10 +111,13 @@ class ExtensionRunner:
             call()
         except ControlStoreError as exc:
             log.debug("the control store refuses what a leader extension writes: %s", exc)
-        except Exception:  # boundary: see above
-            if not self._has_failed:
-                log.exception("a leader extension failed; membership is not affected")
-            self._has_failed = True
+        except Exception as exc:  # noqa: BLE001 boundary: see above
+            self._report_failure(exc)
+
+    def _report_failure(self, exc: Exception) -> None:
+        if not self._has_failed:
+            log.error("a leader extension failed; membership is not affected", exc_info=exc)
+        self._has_failed = True
 
 
 REFRESH_S = 0.5
@@ -219,10 +226,19 @@ class Leader:
 
     def _write_roster(self, record: ControlRecord, change: FormRoster) -> None:
         keys, store = self._client.keys, self._client.store
-        roster = self._extensions.with_metadata(record, change.roster)
-        done, entry = store.compare_and_set(
-            keys.roster(record.generation), roster.to_bytes(), version=0
-        )
+        body = self._extensions.with_metadata(record, change.roster).to_bytes()
+        if len(body) > VALUE_BYTES_MAX:
+            # Without its metadata the run would start from scratch, and nobody would know.
+            why = (
+                f"the roster of generation {record.generation} has {len(change.roster.members)} "
+                f"nodes and {len(body)} bytes; a control store takes {VALUE_BYTES_MAX}"
+            )
+            by = self._client.me.node
+            self._client.update_record(
+                partial(stop, seen=record, exit_code=EXIT_FAIL, reason=why, by=by)
+            )
+            return
+        done, entry = store.compare_and_set(keys.roster(record.generation), body, version=0)
         if not done:
             log.debug("another agent formed generation %d", record.generation)
             Roster.from_bytes(entry.value)  # raises where it cannot be read

@@ -9,7 +9,8 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
 * `api`: `CheckpointService`, which the agent calls; the base class keeps nothing.
 * `keeper_supervisor`, `keeper_restarts`: the keeper process: started, polled, replaced, ended.
 * `follower`, `final_commit`: this node's part in the agreement; `leader`: the leader's part.
-* `rules`, `replica_check`: the rules, as pure functions.
+* `rules`, `generation_plan`, `replica_check`: the rules, as pure functions.
+* `sources`: which nodes have which shards of the state to load, in keys of their own.
 * `messages`: the messages in the control store, bounded and validated.
 * `record`, `keeper_events`: the keeper's events in the run's journal.
 * `stored_states`: the states in the persistent directory.

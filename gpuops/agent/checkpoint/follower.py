@@ -17,15 +17,17 @@ from gpuops.agent.checkpoint.messages import (
     Inventory,
     NodeStatus,
     StoredStates,
+    held_states,
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
+from gpuops.agent.checkpoint.sources import try_read_sources
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.placement.domains import DomainPath
-from gpuops.checkpoint.types import KeeperAddress, Shard, ShardCopy, StateId
+from gpuops.checkpoint.types import KeeperAddress, Shard, StateId
 from gpuops.control.record import ControlKeys, Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
 from gpuops.model import Json
@@ -34,7 +36,6 @@ from gpuops.wire.messages import MessageFormatError
 log = logging.getLogger(__name__)
 
 STATES_HELD_MAX = 4
-LAYOUT_CHARS = 16
 SEAL_RETRY_POLLS = 15
 SURVEY_S = 1.0  # a restart waits no longer for the listing of a directory
 
@@ -46,7 +47,7 @@ class _Generation:
     number: int
     roster: Roster
     plan: GenerationPlan
-    restore: RestorePlan | None
+    restore: RestorePlan | None = None  # with its sources
     is_restore_set: bool = False
     committed: StateId | None = None
     persisted: StateId | None = None  # the newest that the keeper accepted to persist
@@ -149,7 +150,7 @@ class CommitFollower:
         kept = set(newest[:STATES_HELD_MAX])
         return Inventory(
             port=self._port,
-            copies=tuple(_brief(copy) for copy in copies if copy.state in kept),
+            states=held_states(copy for copy in copies if copy.state in kept),
             epoch_max=self._epoch_max,
             domain=self._location.domain,
             stored_max=-1 if stored is None else stored.epoch_max,
@@ -216,10 +217,15 @@ class CommitFollower:
                 self._warn_not_kept(plan)
             return is_alone
         self._replicate(client, roster, plan)
-        now = _Generation(roster.generation, roster, plan, plan.restore)
+        now = _Generation(roster.generation, roster, plan)
         self._warn_if_colocated(now)
         if plan.restore is not None:
-            self._restore_from(client, now, plan.restore)
+            # A node alone asks nobody later: its own memory and the directory have to do.
+            now.restore = self._with_sources(now, plan.restore) or (
+                plan.restore if is_alone else None
+            )
+        if now.restore is not None:
+            self._restore_from(client, now, now.restore)
         if not is_alone:
             self._current = now
         return True
@@ -235,10 +241,23 @@ class CommitFollower:
         try:
             self.agreed = commit_record_of(self._store.get(self._keys.commit_record()))[1]
             if now.restore is None:
-                entry = self._store.get(self._keys.restore(now.number))
-                now.restore = restore_plan_in(entry) if entry.version else None
+                now.restore = self._find_restore(now)
         except (ControlStoreError, RecordError, MessageFormatError) as exc:
             log.debug("the agreement on checkpoints cannot be read: %s", exc)
+
+    def _find_restore(self, now: _Generation) -> RestorePlan | None:
+        """Return the restore plan with its sources, None until there is one."""
+        found = now.plan.restore
+        if found is None:
+            entry = self._store.get(self._keys.restore(now.number))
+            found = restore_plan_in(entry) if entry.version else None
+        return found and self._with_sources(now, found)
+
+    def _with_sources(self, now: _Generation, restore: RestorePlan) -> RestorePlan | None:
+        """Return *restore* with the sources for this node, None where they cannot be read now."""
+        is_same_world = restore.world == now.roster.world_size
+        ranks = now.roster.ranks(self._location.me.agent) if is_same_world else None
+        return try_read_sources(self._store, self._keys, now.number, restore, ranks)
 
     def update(self, client: KeeperClient, status: KeeperStatus) -> None:
         """Have the keeper carry out what was agreed on, and record its *status*.
@@ -357,13 +376,9 @@ class CommitFollower:
     def _restore_from(self, client: KeeperClient, now: _Generation, restore: RestorePlan) -> None:
         peers = _peers(now.plan)
         me, world = self._location.me, restore.world
-        wanted = set(range(world))
-        if world == now.roster.world_size:
-            position = now.roster.group_rank(me.agent) or 0
-            first = now.roster.first_rank(position)
-            wanted &= set(range(first, first + me.n_workers))
+        wanted = now.roster.ranks(me.agent) if world == now.roster.world_size else range(world)
         sources = {}
-        for rank in sorted(wanted & restore.sources.keys()):
+        for rank in sorted(restore.sources.keys() & set(wanted)):
             nodes = [node for node in restore.sources[rank] if node in peers and node != me.node]
             if nodes:
                 sources[Shard(rank, world)] = _rotated([peers[node] for node in nodes], rank)
@@ -426,12 +441,6 @@ class CommitFollower:
 
 def _peers(plan: GenerationPlan) -> dict[str, KeeperAddress]:
     return {node: KeeperAddress(node, host, port) for node, (host, port) in plan.peers.items()}
-
-
-def _brief(copy: ShardCopy) -> ShardCopy:
-    """Return *copy* with no more than is needed to compare copies."""
-    digest = replace(copy.digest, table=b"")
-    return replace(copy, layout=copy.layout[:LAYOUT_CHARS], digest=digest)
 
 
 def _rotated(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:

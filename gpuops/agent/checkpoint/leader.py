@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from gpuops.agent.checkpoint.generation_plan import newest_restorable, plan_generation
 from gpuops.agent.checkpoint.messages import (
     FIELD,
     CommitRecord,
@@ -19,10 +20,9 @@ from gpuops.agent.checkpoint.rules import (
     SavePacer,
     StatusSummary,
     judge,
-    newest_restorable,
-    plan_generation,
     why_overdue,
 )
+from gpuops.agent.checkpoint.sources import write_sources
 from gpuops.checkpoint.agreement.recovery import RestorePlan
 from gpuops.checkpoint.agreement.replica_check import NAMED_MAX, ReplicaReport
 from gpuops.checkpoint.types import StateId
@@ -93,6 +93,9 @@ class CommitLeader(LeaderExtension):
             replicas=self._replicas,
             excluded_step=record.excluded_checkpoint,
         )
+        if plan.restore is not None:
+            restore = write_sources(self._store, self._keys, roster.generation, plan.restore)
+            plan = replace(plan, restore=restore)
         return {FIELD: plan.to_json()}
 
     def on_heartbeats(
@@ -190,6 +193,7 @@ class CommitLeader(LeaderExtension):
             plan.epoch_max,
             record.excluded_checkpoint,
         )
+        found = write_sources(self._store, self._keys, roster.generation, found)
         _done, entry = self._store.compare_and_set(key, pack(found.to_json()), version=0)
         return restore_plan_in(entry)
 

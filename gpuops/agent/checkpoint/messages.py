@@ -4,8 +4,10 @@ A heartbeat carries a `NodeStatus`, a request to join an `Inventory`, a roster a
 The `CommitRecord` is one value for all, changed only by compare-and-swap; it never goes back.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Annotated
 
 from gpuops.checkpoint.agreement.progress import KeeperProgress
@@ -19,14 +21,23 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.placement.domains import LEVELS_MAX
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
-from gpuops.checkpoint.types import EPOCH_MAX, WORLD_MAX, ShardCopy, StateId
+from gpuops.checkpoint.types import (
+    EPOCH_MAX,
+    WORLD_MAX,
+    Digest,
+    Shard,
+    ShardCopy,
+    StateId,
+    Tier,
+)
 from gpuops.control.record import GENERATION_MAX, NAME_CHARS_MAX, PORT_MAX
+from gpuops.control.store import VALUE_BYTES_MAX
 from gpuops.wire.messages import LENIENT, Limit, Message, Using
 
 FIELD = "ckpt"
 DROPPED_MAX = 16
 STORED_MAX = 16
-COPIES_MAX = 1024
+LAYOUT_CHARS = 16
 HOLDERS_MAX = 16
 NODES_MAX = 8192
 WHY_CHARS_MAX = 200
@@ -36,6 +47,8 @@ EpochOrNone = Annotated[int, Limit(EPOCH_MAX, low=-1)]
 Name = Annotated[str, Limit(NAME_CHARS_MAX, low=1)]
 Port = Annotated[int, Limit(PORT_MAX)]
 Why = Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)]
+Packed = Annotated[bytes, Limit(VALUE_BYTES_MAX)]
+_SHARD = Struct(">I32s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +99,62 @@ class NodeStatus(KeeperProgress):
     last: Annotated[FinalStatus, LENIENT] = field(default_factory=FinalStatus)
 
 
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """The shards of one state in a node's memory, all of one ``layout`` (its first characters).
+
+    ``shards`` has of each its rank (4 bytes) and the root of its digest (32 bytes): of 4,096 nodes
+    a leader reads all, and unpacks the states that it may choose.
+    """
+
+    state: StateId
+    world: Annotated[int, Limit(WORLD_MAX, low=1)]
+    layout: Annotated[str, Limit(LAYOUT_CHARS)]
+    shards: Packed
+
+    def __post_init__(self) -> None:
+        if len(self.shards) % _SHARD.size:
+            raise ValueError(f"{len(self.shards)} bytes are not a whole number of shards")
+        if any(rank >= self.world for rank, _root in _SHARD.iter_unpack(self.shards)):
+            raise ValueError(f"a shard of a rank beyond a world of {self.world}")
+
+    def copies(self, holder: str) -> Iterator[ShardCopy]:
+        """Yield the copies; their digests have no more than the root."""
+        for rank, root in _SHARD.iter_unpack(self.shards):
+            digest = Digest(0, b"", root.hex())
+            shard = Shard(rank, self.world)
+            yield ShardCopy(self.state, shard, self.layout, digest, Tier.MEMORY, holder)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(Message):
     """The states that a joining node holds in memory, and the port where peers fetch them.
 
     Port 0: the node serves none.
 
-    Digests are roots only: enough to compare copies. ``domain``: its failure domains, the widest
-    first; () where none is known. ``stored_max`` is the greatest epoch in the persistent directory,
-    -1 where there is none or it was not listed in time.
+    ``domain``: its failure domains, the widest first; () where none is known. ``stored_max`` is
+    the greatest epoch in the persistent directory, -1 where there is none or it was not listed in
+    time.
     """
 
     port: Port
-    copies: Annotated[tuple[ShardCopy, ...], Limit(COPIES_MAX, is_cut=True)] = ()
+    states: tuple[HeldState, ...] = ()
     epoch_max: EpochOrNone = -1
     domain: Annotated[tuple[Name, ...], Limit(LEVELS_MAX)] = ()
     stored_max: EpochOrNone = -1
+
+    def copies(self, state: StateId, holder: str) -> list[ShardCopy]:
+        """Return the copies of *state*."""
+        return [copy for one in self.states if one.state == state for copy in one.copies(holder)]
+
+
+def held_states(copies: Iterable[ShardCopy]) -> tuple[HeldState, ...]:
+    """Return *copies* for an `Inventory`."""
+    found: dict[tuple[StateId, int, str], bytes] = defaultdict(bytes)
+    for copy in copies:
+        key = (copy.state, copy.shard.world, copy.layout[:LAYOUT_CHARS])
+        found[key] += _SHARD.pack(copy.shard.rank, bytes.fromhex(copy.digest.root))
+    return tuple(HeldState(*key, shards) for key, shards in sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

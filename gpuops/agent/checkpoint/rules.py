@@ -1,12 +1,9 @@
-"""Which state is committed, and which one a generation loads; pure, and called by the leader.
+"""Which state is committed; pure, and called by the leader.
 
 `judge` derives the next commit record from what all nodes report. A state is committed once every
 node of the generation has as many copies of it as were asked for. A state that some node will
 never have is dropped, which frees its memory on the others. Earlier decisions stand: the newest
 record is the first argument, and the result replaces it by compare-and-swap.
-
-`plan_generation` and `newest_restorable` derive the plan of a generation from the inventories of
-the agents: which state it loads, and where copies are placed.
 """
 
 import math
@@ -20,17 +17,9 @@ from gpuops.agent.checkpoint.messages import (
     CommitRecord,
     FinalCommitRecord,
     FinalStatus,
-    GenerationPlan,
-    Inventory,
     NodeStatus,
-    StoredStates,
 )
-from gpuops.checkpoint.agreement.recovery import RestoreInputs, RestorePlan, plan_restore
-from gpuops.checkpoint.placement.domains import DomainPath, align_paths
-from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place, rebalance
-from gpuops.checkpoint.placement.survival import n_colocated
-from gpuops.checkpoint.types import CheckpointError, Digest, Shard, ShardCopy, StateId, Tier
-from gpuops.control.record import Roster
+from gpuops.checkpoint.types import StateId
 from gpuops.units import format_seconds
 
 LEAD_S = 3.0  # from reading the heartbeats until all nodes have read the resulting decision
@@ -41,9 +30,6 @@ OVERDUE_S = 60.0  # while a state is complete on some nodes only: one of them lo
 # takes, and keepers report holders that accept none as gone; this limit covers unreported cases.
 COPIED_MAX_S = 3600.0
 _NAMED_MAX = 4
-# Newest states of the directory that are considered: the newest may have failed after a load.
-STORED_CONSIDERED = 3
-DIRECTORY = "the directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,130 +312,3 @@ class SavePacer:
             self._lead_s = min(2 * self._lead_s, LEAD_MAX_S)
         elif after.committed != before.committed:
             self._lead_s = max(CALMER * self._lead_s, LEAD_S)
-
-
-def plan_generation(
-    roster: Roster,
-    held: Mapping[str, Inventory],
-    before: GenerationPlan | None,
-    *,
-    replicas: int,
-    excluded_step: int | None,
-) -> GenerationPlan:
-    """Return the checkpoint plan that is shared by all members of *roster*.
-
-    Args:
-        roster: Members and spares.
-        held: The inventories of the agents that have a keeper.
-        before: The plan of the previous generation, None without one.
-        replicas: The number of nodes that are to have each state, its own included.
-        excluded_step: The step of the state that must not be loaded.
-    """
-    missing = tuple(m.node for m in roster.members if m.agent not in held)
-    epochs = [-1 if before is None else before.epoch_max]
-    stored_max = max((h.stored_max for h in held.values()), default=-1)
-    epochs += [stored_max, *(h.epoch_max for h in held.values())]
-    epochs += [copy.state.epoch for h in held.values() for copy in h.copies]
-    if before is not None and before.restore is not None:
-        epochs.append(before.restore.epoch)
-    plan = GenerationPlan(is_kept=not missing, missing=missing, epoch_max=max(epochs))
-    if missing:
-        return plan
-    everybody = (*roster.members, *roster.spares)
-    domains = align_paths({m.node: held[m.agent].domain for m in roster.members})
-    placement = _place_replicas([m.node for m in roster.members], before, replicas, domains)
-    plan = replace(
-        plan,
-        placement=placement,
-        n_domains=len(set(domains.values())) or None,
-        together=n_colocated(placement, domains),
-        peers={
-            m.node: (m.address, held[m.agent].port)
-            for m in everybody
-            if m.agent in held and held[m.agent].port
-        },
-    )
-    if before is None:
-        # Only the ranks know whether the directory has a newer state, of a former run.
-        return plan
-    found = newest_restorable(roster, held, None, plan.epoch_max, excluded_step)
-    if found.state is None or found.state.epoch < stored_max:
-        return plan  # the directory may have a newer one: the first node lists it
-    return replace(plan, restore=found)
-
-
-def newest_restorable(
-    roster: Roster,
-    held: Mapping[str, Inventory],
-    stored: StoredStates | None,
-    epoch_max: int,
-    excluded_step: int | None,
-) -> RestorePlan:
-    """Return the newest state of which every shard is available, and its sources.
-
-    *stored* are the states of the directory, None where it was not listed; *epoch_max* is the
-    greatest epoch that any node reported.
-    """
-    agents = {m.agent: m.node for m in (*roster.members, *roster.spares)}
-    copies = {agents[agent]: list(it.copies) for agent, it in held.items() if agent in agents}
-    ranks: dict[str, tuple[int, ...]] = {m.node: () for m in roster.spares if m.agent in held}
-    for position, member in enumerate(roster.members):
-        first = roster.first_rank(position)
-        ranks[member.node] = tuple(range(first, first + member.n_workers))
-    unserved = {agents[agent] for agent, it in held.items() if agent in agents and not it.port}
-    for node in unserved:
-        own = {Shard(rank, roster.world_size) for rank in ranks.get(node, ())}
-        copies[node] = [copy for copy in copies[node] if copy.shard in own]
-    copies, persistent = _with_stored(copies, stored)
-    return plan_restore(
-        RestoreInputs(
-            inventories=copies,
-            ranks=ranks,
-            persistent=persistent,
-            excluded_steps=() if excluded_step is None else (excluded_step,),
-            epoch_max=max(epoch_max, -1 if stored is None else stored.epoch_max),
-        )
-    )
-
-
-def _place_replicas(
-    nodes: list[str],
-    before: GenerationPlan | None,
-    replicas: int,
-    domains: Mapping[str, DomainPath],
-) -> ReplicaPlacement:
-    old = None if before is None else before.placement
-    if old is not None and old.requested_replicas == replicas:
-        try:
-            return rebalance(old, nodes, domains or None)
-        except CheckpointError:
-            pass  # it was written by another version of gpuops
-    return place(nodes, replicas, domains or None)
-
-
-def _with_stored(
-    copies: Mapping[str, list[ShardCopy]], stored: StoredStates | None
-) -> tuple[dict[str, list[ShardCopy]], list[ShardCopy]]:
-    """Return *copies*, and those of the newest states in the directory.
-
-    The digests of the directory's files are in its manifest and are verified on load. Here its copy
-    counts as equal to those in memory; where these differ from each other, only it can be loaded.
-    """
-    newest = () if stored is None else stored.states[:STORED_CONSIDERED]
-    contents: dict[tuple[StateId, Shard], set[tuple[str, Digest]]] = {}
-    for copy in (copy for of_node in copies.values() for copy in of_node):
-        contents.setdefault((copy.state, copy.shard), set()).add((copy.layout, copy.digest))
-    persistent, inconsistent = [], set()
-    for state, world in newest:
-        for rank in range(world):
-            shard = Shard(rank, world)
-            known = contents.get((state, shard), set())
-            if len(known) > 1:
-                inconsistent.add((state, shard))
-            layout, digest = min(known, key=str) if len(known) == 1 else ("", Digest(0, b"", ""))
-            persistent.append(ShardCopy(state, shard, layout, digest, Tier.PERSISTENT, DIRECTORY))
-    kept = {
-        node: [copy for copy in of_node if (copy.state, copy.shard) not in inconsistent]
-        for node, of_node in copies.items()
-    }
-    return kept, persistent

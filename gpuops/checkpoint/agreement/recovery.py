@@ -45,7 +45,7 @@ class RestoreInputs:
 
 
 _Name = Annotated[str, Limit(_NAME_CHARS_MAX, low=1)]
-_Names = Annotated[tuple[_Name, ...], Limit(_HOLDERS_MAX, is_cut=True)]
+SourceNames = Annotated[tuple[_Name, ...], Limit(_HOLDERS_MAX, is_cut=True)]
 _Reason = Annotated[str, Limit(_REASON_CHARS_MAX, is_cut=True)]
 _Root = Annotated[str, Limit(64, low=64)]
 
@@ -58,6 +58,7 @@ class RestorePlan(Message):
     ``why``: a sentence for each newer state that was skipped, the newest first.
     ``sources``: the nodes that have the shard of a rank of ``world`` in memory, all equal.
     ``roots``: of the digests of these shards. ``tier``: the slowest that any node loads from.
+    ``blocks``: the name under which sources and roots are, where they are kept apart from the plan.
     """
 
     state: StateId | None
@@ -65,8 +66,9 @@ class RestorePlan(Message):
     world: Annotated[int, Limit(WORLD_MAX)] = 0
     tier: Tier = Tier.MEMORY
     why: Annotated[tuple[_Reason, ...], Limit(REASONS_MAX, is_cut=True)] = ()
-    sources: Annotated[Mapping[int, _Names], Limit(WORLD_MAX)] = field(default_factory=dict)
+    sources: Annotated[Mapping[int, SourceNames], Limit(WORLD_MAX)] = field(default_factory=dict)
     roots: Annotated[Mapping[int, _Root], Limit(WORLD_MAX)] = field(default_factory=dict)
+    blocks: Annotated[str, Limit(64)] = ""
 
 
 @dataclass(slots=True)
@@ -128,9 +130,9 @@ def plan_restore(inputs: RestoreInputs) -> RestorePlan:
     for candidate in sorted({*reachable, *lost}, reverse=True):
         state, state_world = candidate
         shards = reachable.get(candidate, {})
-        reason = _why_rejected(candidate, inputs, shards, lost.get(candidate, {}))
+        trusted = {rank: copies.trusted() for rank, copies in sorted(shards.items())}
+        reason = _why_rejected(candidate, inputs, shards, trusted, lost.get(candidate, {}))
         if reason is None:
-            trusted = {rank: copies.trusted() for rank, copies in sorted(shards.items())}
             nearest = {
                 rank: [copy for copy in copies if copy.tier is Tier.MEMORY]
                 for rank, copies in trusted.items()
@@ -172,9 +174,9 @@ def _group_by_state(
                 continue  # an inventory describes only the node's own memory
             candidate, rank = (copy.state, copy.shard.world), copy.shard.rank
             if node in inputs.ranks:
-                reachable_copies[candidate][rank].append(
-                    replace(copy, tier=Tier.MEMORY, holder=node)
-                )
+                if (copy.tier, copy.holder) != (Tier.MEMORY, node):
+                    copy = replace(copy, tier=Tier.MEMORY, holder=node)  # noqa: PLW2901
+                reachable_copies[candidate][rank].append(copy)
             else:
                 lost[candidate][rank].add(node)
     for copy in inputs.persistent:
@@ -191,14 +193,15 @@ def _why_rejected(
     candidate: _Candidate,
     inputs: RestoreInputs,
     shards: Mapping[int, _ShardCopies],
+    trusted: Mapping[int, Collection[ShardCopy]],
     lost: Mapping[int, Collection[str]],
 ) -> str | None:
     """Return why a state cannot be loaded, None where it can."""
     state, world = candidate
     if state.step in inputs.excluded_steps:
         return "it is excluded"
-    for rank in sorted(shards):
-        if not shards[rank].trusted():
+    for rank, copies in trusted.items():
+        if not copies:
             holders = shards[rank].holders()
             names = _format_names(holders, len(holders))
             return f"the copies of shard {rank} differ ({names}), and no majority agrees"

@@ -5,8 +5,8 @@ import random
 import pytest
 from support.placements import missing_copies
 
-from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory
-from gpuops.agent.checkpoint.rules import plan_generation
+from gpuops.agent.checkpoint.generation_plan import plan_generation
+from gpuops.agent.checkpoint.messages import GenerationPlan, Inventory, held_states
 from gpuops.agent.checkpoint.start import domain_of
 from gpuops.checkpoint.placement.domains import align_paths
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
@@ -111,7 +111,7 @@ def test_a_directory_with_a_later_epoch_than_memory_is_looked_at_first(stored, i
         ShardCopy(state, Shard(n, 2), "layout", digest, Tier.MEMORY, "a") for n in (0, 1)
     )
     held = {
-        "agent-a": Inventory(port=7000, copies=copies),
+        "agent-a": Inventory(port=7000, states=held_states(copies)),
         "agent-b": Inventory.from_json(Inventory(port=7000, stored_max=stored).to_json()),
     }
     notes = plan_generation(roster, held, before, replicas=2, excluded_step=None)
@@ -129,7 +129,9 @@ def test_nodes_that_serve_nothing_go_on_from_their_own_memory_alone(is_swapped):
     held = {
         f"agent-{node}": Inventory(
             port=0,
-            copies=(ShardCopy(state, Shard(rank, 2), "layout", digest, Tier.MEMORY, node),),
+            states=held_states(
+                [ShardCopy(state, Shard(rank, 2), "layout", digest, Tier.MEMORY, node)]
+            ),
         )
         for rank, node in enumerate("ba" if is_swapped else "ab")
     }

@@ -15,6 +15,7 @@ from gpuops.agent.checkpoint.messages import (
     Inventory,
     NodeStatus,
     StoredStates,
+    held_states,
 )
 from gpuops.agent.checkpoint.rules import (
     COPIED_MAX_S,
@@ -237,7 +238,7 @@ def test_words_come_back_as_they_were_said(word):
 
 def test_notes_and_holdings_come_back_as_they_were():
     copy = ShardCopy(StateId(1, 2), Shard(0, 2), "ab", Digest(9, b"", "f" * 64), Tier.MEMORY, "n0")
-    holding = Inventory(port=70, copies=(copy,), epoch_max=1)
+    holding = Inventory(port=70, states=held_states([copy]), epoch_max=1)
     restore = RestorePlan(
         state=StateId(1, 2),
         epoch=2,
@@ -256,6 +257,8 @@ def test_notes_and_holdings_come_back_as_they_were():
     )
 
     assert Inventory.from_json(holding.to_json()) == holding
+    (back,) = holding.copies(copy.state, "n0")
+    assert back == replace(copy, digest=Digest(0, b"", copy.digest.root))
     assert GenerationPlan.from_json(notes.to_json()) == notes
 
 

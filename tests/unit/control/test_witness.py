@@ -1,13 +1,15 @@
 """Words beside the seats: who is seated reads them, and a witness that fails seats all the same."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 from support.agreement import World
 
-from gpuops.control.leader import ROSTER_BYTES_MAX, ExtensionRunner
+from gpuops.control.leader import ExtensionRunner
 from gpuops.control.record import Roster, RunPhase, unpack
-from gpuops.control.store import ControlStoreUnreachableError
+from gpuops.control.store import VALUE_BYTES_MAX, ControlStoreUnreachableError
+from gpuops.errors import EXIT_FAIL
 from gpuops.incident.decision import RestartPolicy
 
 
@@ -30,14 +32,14 @@ class Witness:
         self.beats = dict(beats)
 
 
-def world_with(witness, n_players=2):
+def world_with(witness, n_players=2, until=None):
     class WitnessedWorld(World):
         def extension(self, _player):
             return witness
 
     policy = RestartPolicy(nodes_min=1, nodes_max=n_players, restarts_max=3)
     world = WitnessedWorld(policy, n_players)
-    world.run_until(lambda w: w.all_run(0, n_players))
+    world.run_until(until or (lambda w: w.all_run(0, n_players)))
     return world
 
 
@@ -57,17 +59,31 @@ def test_notes_are_in_the_roster_and_the_beats_of_all_are_heard():
     assert all("seq" in unpack(entry.value) for entry in witness.beats.values())
 
 
-@pytest.mark.parametrize("error", [ValueError("a mistake"), ControlStoreUnreachableError("cut")])
-def test_a_witness_that_fails_keeps_nobody_from_a_seat(error):
-    world = world_with(Witness(error=error))
+def test_a_witness_that_fails_keeps_nobody_from_a_seat():
+    world = world_with(Witness(error=ValueError("a mistake")))
 
     assert roster_of(world).metadata == {}
 
 
-def test_notes_that_no_board_would_take_are_left_out():
-    world = world_with(Witness({"long": "x" * ROSTER_BYTES_MAX}))
+def test_what_the_store_does_not_take_now_is_written_before_the_roster_not_left_out():
+    witness = Witness({"a": 1}, error=ControlStoreUnreachableError("cut"))
+    world = world_with(witness, until=lambda w: witness.ready)
+    world.pass_time(2)
+    assert world.running() == set()
+    witness.error = None
+    world.run_until(lambda w: w.all_run(0, 2))
 
-    assert roster_of(world).metadata == {}
+    assert roster_of(world).metadata == {"a": 1, "nodes": 2}
+
+
+def test_notes_that_no_store_would_take_end_the_run_and_are_not_left_out():
+    long = random.Random(1).randbytes(VALUE_BYTES_MAX).hex()
+    world = world_with(Witness({"long": long}), until=lambda w: w.players[0].exit_code is not None)
+
+    assert {player.exit_code for player in world.players} == {EXIT_FAIL}
+    reason = world.players[0].link.record.reason
+    assert reason.startswith("the roster of generation 0 has 2 nodes and ")
+    assert reason.endswith(f"a control store takes {VALUE_BYTES_MAX}")
 
 
 def test_what_is_no_mapping_is_no_note():

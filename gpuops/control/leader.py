@@ -38,6 +38,7 @@ from gpuops.control.step import (
 from gpuops.control.store import VALUE_BYTES_MAX, ControlStoreError, Entry
 from gpuops.errors import EXIT_FAIL
 from gpuops.host.clock import Clock
+from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
@@ -262,7 +263,7 @@ class Leader:
             now_s=view.store_now_s(now_ns),
             phase_s=self._phase_s(now_ns),
             workers_ended_s=ended_s,
-            reports={} if roster is None or is_over else membership.read_reports(roster.generation),
+            reports={} if roster is None or is_over else self._read_reports(roster.generation),
             filed=filed,
             checkpoint_step=membership.checkpoint_step,
         )
@@ -270,10 +271,18 @@ class Leader:
             return self._observe_ready(seen, now_ns)
         return self._observe_waiting(seen, now_ns) if record.phase is RunPhase.RUN else seen
 
+    def _read_reports(self, generation: int, *, of_gates: bool = False) -> dict[str, NodeReport]:
+        """Return the reports on *generation*, or those of nodes whose check kept them out of it."""
+        found = self._membership.read_reports(generation)
+        is_gate = {agent: r.kind is ReportKind.GATE_FAILED for agent, r in found.items()}
+        return {agent: r for agent, r in found.items() if is_gate[agent] == of_gates}
+
     def _observe_ready(self, seen: Observation, now_ns: int) -> Observation:
         generation, excluded = seen.record.generation, seen.record.excluded
         ready = tuple(self._membership.read_ready(generation, now_ns))
-        seen = replace(seen, ready=ready)
+        # A node is excluded once its report is filed.
+        failed = self._read_reports(generation, of_gates=True) if excluded else {}
+        seen = replace(seen, ready=ready, failed_gates=tuple(failed.values()))
         if is_held_back(seen, self._policy.timeouts):
             return seen
         candidate = form_roster(generation, ready, seen.roster, self._policy.restart, excluded)

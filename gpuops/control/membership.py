@@ -162,7 +162,7 @@ class MembershipView:
         self._liveness = liveness
         self._agents: dict[str, Member] = {}
         self._arrivals: dict[str, int] = {}
-        self._slow: frozenset[str] = frozenset()
+        self._passed_over: frozenset[str] = frozenset()  # in the succession, while others live
         self._refreshed_ns: int | None = None
 
     def refresh(self, record: ControlRecord, now_ns: int) -> None:
@@ -181,15 +181,15 @@ class MembershipView:
         self.checkpoint_step = max(
             filter(None, map(_checkpoint_step, payloads.values())), default=self.checkpoint_step
         )
-        self._slow = frozenset(
-            agent for agent, payload in payloads.items() if payload.get(SLOW_FLAG) is True
-        )
         if alive.keys() - self._agents.keys():
             for key, entry in store.list(keys.agent()).items():
                 member = _read_member(entry)
                 if member is not None:
                     self._agents[member.agent] = member
                     self._arrivals[key.rpartition("/")[2]] = entry.arrival
+        slow = (a for a, payload in payloads.items() if payload.get(SLOW_FLAG) is True)
+        excluded = (a for a, member in self._agents.items() if member.node in record.excluded)
+        self._passed_over = frozenset((*slow, *excluded))
         generation = (
             record.generation if record.phase is not RunPhase.RENDEZVOUS else record.generation - 1
         )
@@ -218,11 +218,11 @@ class MembershipView:
     def current_leader(self, now_ns: int) -> str | None:
         """Return the leader: the first in the succession that is not dead.
 
-        An agent whose calls all take seconds comes after the standbys that are answered at once.
+        An agent whose calls all take seconds, or whose node is excluded, comes after the standbys.
         """
         succession = self.succession()
         living = self._liveness.not_dead(succession, now_ns)
-        responsive = set(succession[:N_STANDBYS]) - self._slow
+        responsive = set(succession[:N_STANDBYS]) - self._passed_over
         return next((agent for agent in living if agent in responsive), next(iter(living), None))
 
     @property

@@ -61,11 +61,17 @@ class LeaderTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderPolicy:
-    """What the leader acts by."""
+    """What the leader acts by; ``spares`` agents are expected beyond ``restart.nodes_max``."""
 
     restart: RestartPolicy
     timeouts: LeaderTimeouts
     decide: Decide
+    spares: int = 0
+
+    @property
+    def n_agents(self) -> int:
+        """Return how many agents are expected."""
+        return self.restart.nodes_max + self.spares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,7 @@ class Observation:
         filed: Those for whom the leader has filed a report since it began to lead.
         ready: The agents that would train in the record's generation, as they came; none is dead.
         candidate: The roster that could be formed of them now; None where they are too few.
+        failed_gates: The reports of nodes that failed their check before that generation.
         live: The nodes whose agents are not dead, but for the excluded ones.
         liveness: What the leader thinks of each agent of the roster.
         silence_s: For how long each has sent no heartbeat; infinite for one that never did.
@@ -103,6 +110,7 @@ class Observation:
     filed: frozenset[str] = frozenset()
     ready: tuple[Member, ...] = ()
     candidate: Roster | None = None
+    failed_gates: tuple[NodeReport, ...] = ()
     enough_s: float = 0.0
     waiting_s: float = 0.0
     checkpoint_step: int | None = None
@@ -127,14 +135,22 @@ class Observation:
         members = self.roster.members if self.roster is not None else ()
         return frozenset(self.live) - {member.node for member in members}
 
-    def cluster(self, roster: Roster, policy: RestartPolicy) -> ClusterState:
-        """Return what a decision is made on."""
+    @property
+    def n_known(self) -> int:
+        """Return how many nodes have come, also those that are excluded."""
+        return len({*self.live, *self.record.excluded})
+
+    def cluster(self, policy: RestartPolicy) -> ClusterState:
+        """Return what a decision is made on; nodes that failed their check are not excluded yet."""
+        failed = [report.node for report in self.failed_gates]
+        came = tuple(dict.fromkeys((*failed, *self.live)))
+        members = None if self.roster is None else tuple(m.node for m in self.roster.members)
         return ClusterState(
             policy=policy,
             generation=self.record.generation,
-            members=tuple(member.node for member in roster.members),
+            members=came[: policy.nodes_max] if members is None else members,
             live=self.live,
-            excluded=self.record.excluded,
+            excluded={n: why for n, why in self.record.excluded.items() if n not in failed},
             suspected=self.record.suspected,
         )
 
@@ -199,7 +215,7 @@ def _while_running(seen: Observation, policy: LeaderPolicy, by: str) -> Change |
     lost = [m for m in unfinished if seen.liveness[m.agent] is Liveness.DEAD]
     if not lost:
         # Nodes that join now would have the whole job begin again.
-        return None if finished else _growing(seen, roster, policy, by)
+        return None if finished else _growing(seen, policy, by)
     unreported = {m.agent for m in seen.missing}.intersection(m.agent for m in lost)
     if unreported:
         return FileReports(_lost_reports(seen, [m for m in lost if m.agent in unreported]))
@@ -236,7 +252,7 @@ def _lost_report(member: Member, generation: int, silence_s: float) -> NodeRepor
     )
 
 
-def _growing(seen: Observation, roster: Roster, policy: LeaderPolicy, by: str) -> Change | None:
+def _growing(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
     """Restart with more nodes where some wait and there is room; see `check_growth`.
 
     The least is lost right after a checkpoint. A job that reports none has no known good moment: it
@@ -247,7 +263,7 @@ def _growing(seen: Observation, roster: Roster, policy: LeaderPolicy, by: str) -
         return None
     has_waited = seen.checkpoint_step is None and seen.waiting_s >= after_s
     growth = check_growth(
-        seen.cluster(roster, policy.restart),
+        seen.cluster(policy.restart),
         grown_at_s=seen.record.grown_at_s,
         now_s=seen.now_s,
         waiting_since_s=seen.now_s - seen.waiting_s,
@@ -260,8 +276,7 @@ def _growing(seen: Observation, roster: Roster, policy: LeaderPolicy, by: str) -
 
 
 def _while_collecting(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
-    roster = seen.trains
-    if roster is None:
+    if seen.trains is None:
         return None
     dead = [m for m in seen.missing if seen.liveness[m.agent] is Liveness.DEAD]
     if dead:
@@ -272,22 +287,30 @@ def _while_collecting(seen: Observation, policy: LeaderPolicy, by: str) -> Chang
         for m in seen.missing
     ):
         return None
-    cluster = seen.cluster(roster, policy.restart)
     reports = tuple(sorted(seen.reports.values(), key=lambda report: report.arrival))
+    decided = _decided(seen, policy, reports)
+    return None if decided is None else _deciding(seen, decided, by)
+
+
+def _decided(
+    seen: Observation, policy: LeaderPolicy, reports: tuple[NodeReport, ...]
+) -> DecisionRecord | None:
+    cluster = seen.cluster(policy.restart)
     outcome = policy.decide(reports, cluster, seen.record.history, seen.now_s)
     if outcome is None:
         return None
-    decision, note = outcome
-    return UpdateRecord(
-        partial(decide, seen=seen.record, decision=decision, by=by, now_s=seen.now_s),
-        DecisionRecord(
-            decision=decision,
-            reports=reports,
-            cluster=cluster,
-            history=seen.record.history,
-            note=note,
-        ),
+    return DecisionRecord(
+        decision=outcome[0],
+        reports=reports,
+        cluster=cluster,
+        history=seen.record.history,
+        note=outcome[1],
     )
+
+
+def _deciding(seen: Observation, decided: DecisionRecord, by: str) -> UpdateRecord:
+    change = partial(decide, seen=seen.record, decision=decided.decision, by=by, now_s=seen.now_s)
+    return UpdateRecord(change, decided)
 
 
 def is_held_back(seen: Observation, timeouts: LeaderTimeouts) -> bool:
@@ -309,13 +332,33 @@ def is_held_back(seen: Observation, timeouts: LeaderTimeouts) -> bool:
 
 
 def _while_forming(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    reason = None
+    if _must_decide_failed_gates(seen, policy):
+        decided = _decided(seen, policy, seen.failed_gates)
+        if decided is None:
+            return None
+        if decided.decision.action is not RunAction.RESTART:
+            return _deciding(seen, decided, by)
+        reason = decided.decision.reason
     if is_held_back(seen, policy.timeouts):
         return None
     if seen.candidate is None:
         return _stop_if_too_late(seen, policy, by)
     if not _is_complete(seen, seen.candidate, policy):
         return None
-    return FormRoster(seen.candidate, partial(run, seen=seen.record, by=by))
+    return FormRoster(seen.candidate, partial(run, seen=seen.record, by=by, reason=reason))
+
+
+def _must_decide_failed_gates(seen: Observation, policy: LeaderPolicy) -> bool:
+    """Say whether it is to be decided now if the run can do without nodes that failed their check.
+
+    Before the first start others are waited for, which may take their place. A run of one agent
+    has nobody to decide for.
+    """
+    if not seen.failed_gates or policy.n_agents == 1:
+        return False
+    has_come = seen.roster is not None or seen.n_known >= policy.n_agents
+    return has_come or seen.phase_s >= policy.timeouts.first_call_s
 
 
 def _is_complete(seen: Observation, candidate: Roster, policy: LeaderPolicy) -> bool:
@@ -325,6 +368,7 @@ def _is_complete(seen: Observation, candidate: Roster, policy: LeaderPolicy) -> 
     has_all = len(candidate.members) == trainable_count(policy.restart.nodes_max, policy.restart)
     if seen.record.generation == 0 and seen.roster is None:
         # A node that has not started is not known: only the full number needs no last call.
+        has_all = has_all or (not coming and seen.n_known >= policy.n_agents)
         return has_all or seen.enough_s >= policy.timeouts.first_call_s
     if not coming:
         return True
@@ -383,8 +427,11 @@ def stop(
 def decide(
     now: ControlRecord, seen: ControlRecord, decision: RestartDecision, *, by: str, now_s: float
 ) -> ControlRecord | None:
-    """COLLECT to RENDEZVOUS of the next generation, or to STOP: as *decision* says."""
-    if _is_overtaken(now, seen, RunPhase.COLLECT):
+    """COLLECT to RENDEZVOUS of the next generation, or to STOP: as *decision* says.
+
+    A decision while a generation is formed leads to STOP.
+    """
+    if _is_overtaken(now, seen, seen.phase):
         return None
     changed = replace(
         now,
@@ -407,11 +454,13 @@ def decide(
     return replace(changed, phase=RunPhase.STOP, exit_code=code)
 
 
-def run(now: ControlRecord, seen: ControlRecord, *, by: str) -> ControlRecord | None:
+def run(
+    now: ControlRecord, seen: ControlRecord, *, by: str, reason: str | None = None
+) -> ControlRecord | None:
     """RENDEZVOUS to RUN: the roster of the generation is written."""
     if _is_overtaken(now, seen, RunPhase.RENDEZVOUS):
         return None
-    return replace(now, phase=RunPhase.RUN, decided_by=by)
+    return replace(now, phase=RunPhase.RUN, decided_by=by, reason=reason or now.reason)
 
 
 def grow(

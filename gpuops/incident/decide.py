@@ -19,7 +19,7 @@ node.unhealthy              one-node run, and evidence speaks against the node  
 nodes.exhausted             fewer nodes remain than ``nodes_min``, or than now   requeue 85
                             train and the user wants no fewer
 launch.infrastructure       a port was taken, a start refused; five in a row     restart, uncounted
-gate.failed                 a node failed its check before joining               restart without,
+gate.failed                 a node failed its check before joining               start without,
                                                                                  uncounted
 budget.spent                more counted failures than restarts are allowed      fail 1
 node.excluded               evidence on a node itself speaks against it          restart without

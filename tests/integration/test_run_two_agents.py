@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from stat import S_IMODE
 
 import pytest
+from support import mock_nvml
 from support.runs import JOBS, Run, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
@@ -106,6 +107,27 @@ def test_a_node_whose_rank_leaves_with_code_0_while_others_train_is_the_culprit(
     assert {"kind": "rank", "id": "1"} in best["culprits"]
     assert {"kind": "rank", "id": "0"} not in best["culprits"]
     assert best["state"] == "closed"
+
+
+@pytest.mark.cc
+def test_a_node_that_fails_its_check_ends_a_job_of_fixed_size_with_its_finding(tmp_path):
+    """Nobody can take its place: the others wait neither for it nor for the join timeout."""
+    mock, healthy = mock_nvml.build(tmp_path), mock_nvml.shape("h100", 2)
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1")
+    words = (*flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}", JOBS / "plain.py")
+    well = {**TOKEN, "SLURMD_NODENAME": "nodea", **mock.env(healthy)}
+    sick = {**TOKEN, "SLURMD_NODENAME": "nodeb", **mock.env(healthy + "\nset 1 remapped_failure 1")}
+    with (
+        Run(tmp_path / "a", *words, nproc=1, env=well) as one,
+        Run(tmp_path / "b", *words, nproc=1, env=sick) as two,
+    ):
+        assert [one.finish(), two.finish()] == [85, 86], one.said() + two.said()
+
+    assert "the run was preempted: gpu_hw.row_remap on nodeb: the check" in one.said()
+    (made,) = [p["decision"] for run in (one, two) for p in run.payloads("decision.made")]
+    assert (made["rule"], made["cause"]["kind"]) == ("nodes.exhausted", "gate_failed")
+    classes = {incident["failure_class"] for run in (one, two) for incident in run.incidents()}
+    assert classes == {"gpu_hw.row_remap"}
 
 
 def test_all_ranks_stop_at_one_step_when_only_a_spare_is_asked_to_stop(tmp_path):

@@ -104,7 +104,12 @@ class Player:
         self.leader = Leader(
             self.link,
             world.clock,
-            LeaderPolicy(restart=world.policy, timeouts=world.timing, decide=world.decide),
+            LeaderPolicy(
+                restart=world.policy,
+                timeouts=world.timing,
+                decide=world.decide,
+                spares=world.spares,
+            ),
             on_decision=self.decided.append,
             extensions=[each for each in [world.extension(self)] if each],
         )
@@ -123,6 +128,7 @@ class Player:
         self.is_stuck = False  # its main thread does nothing, its control thread beats
         self.fails = None  # a report to make of the generation that runs
         self.blames = False  # with evidence against its node
+        self.is_sick = False  # it fails its check before it joins
         self.ends_in_s = 0.0  # what its workers take to end when they are asked to
         self.drains = False
         self.unsaid = None  # a trigger, if any, and a report that are not on the board yet
@@ -236,7 +242,9 @@ class Player:
 
     def _take_a_seat(self, record):
         if record.phase is RunPhase.RENDEZVOUS and self.ready_entries < record.generation:
-            if self.node not in record.excluded:
+            if self.is_sick:
+                self._fail_gate(record)
+            elif self.node not in record.excluded:
                 key = self.link.keys.ready(record.generation, self.me.agent)
                 self.link.store.put(key, pack({**self.me.to_json(), **self.join_payload()}))
                 self.ready_entries = record.generation
@@ -250,6 +258,20 @@ class Player:
             elif self.rank is not None:
                 self.link.file_report(self._report(ReportKind.STOPPED, record.generation))
                 self.left = record.generation
+
+    def _fail_gate(self, record):
+        self.link.file_report(
+            NodeReport(
+                kind=ReportKind.GATE_FAILED,
+                node=self.node,
+                generation=record.generation,
+                failure_class=FailureClass.GPU_ROW_REMAP,
+                how="a row waits to be remapped",
+                blames_node=True,
+            )
+        )
+        sick = {self.node: "sick"}
+        self.link.update_record(lambda now: replace(now, excluded={**now.excluded, **sick}))
 
     def heartbeat_payload(self):
         """Return what goes with each heartbeat."""
@@ -279,7 +301,13 @@ class World:
     """Everybody and the clock. *decide* stands for the policy."""
 
     def __init__(
-        self, terms: RestartPolicy, n_players: int, decide: Callable = restart, n_workers=2, **t
+        self,
+        terms: RestartPolicy,
+        n_players: int,
+        decide: Callable = restart,
+        n_workers=2,
+        spares=0,
+        **t,
     ):
         self.clock = FakeClock()
         self.store = MemoryControlStore(self.clock)
@@ -287,6 +315,7 @@ class World:
         self.timing = LeaderTimeouts(**t)
         self.decide = decide
         self.n_workers = n_workers
+        self.spares = spares
         self._agents = 0
         self.after_each = []
         self.players = []

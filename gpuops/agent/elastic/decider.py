@@ -15,6 +15,7 @@ from gpuops.incident.decision import (
     ClusterState,
     NodeReport,
     PastFailure,
+    ReportKind,
     RestartDecision,
     RunAction,
 )
@@ -80,13 +81,13 @@ def _given_up(cluster: ClusterState, now_s: float) -> RestartDecision:
 
 
 class _Asking:
-    """Asks once for each generation; the answer is there at a later call."""
+    """Asks once for each generation and set of nodes that failed their check; answers later."""
 
     def __init__(self, ours: _OurTable, plugin: str, env: Mapping[str, str]) -> None:
         self._ours = ours
         self._plugin = plugin
         self._env = env
-        self._generation = -1
+        self._asked: tuple[int, frozenset[str]] | None = None
         self._answer: Answer | None = None
 
     def __call__(
@@ -96,9 +97,11 @@ class _Asking:
         history: Sequence[PastFailure],
         now_s: float,
     ) -> Answer | None:
-        if self._generation == cluster.generation:
+        failed_gates = frozenset(r.node for r in reports if r.kind is ReportKind.GATE_FAILED)
+        asked = cluster.generation, failed_gates
+        if self._asked == asked:
             return self._answer
-        self._generation, self._answer = cluster.generation, None
+        self._asked, self._answer = asked, None
         ours = self._ours(reports, cluster, history, now_s)
 
         def ask() -> None:
@@ -119,7 +122,7 @@ class _Asking:
                 answer = found.decision, "; ".join(notes) or None
             except Exception:  # boundary: the run waits for this answer
                 log.exception("the site cannot be asked for its decision")
-            if self._generation == cluster.generation:  # nobody has decided that one since
+            if self._asked == asked:  # nobody has decided that one since
                 self._answer = answer
 
         try:

@@ -152,11 +152,18 @@ class ControlRendezvous(RendezvousHandler):
                 body = pack({**me.to_json(), **self._join_payload()})
                 self._control.store.put(self._control.keys.ready(generation, me.agent), body)
             else:
+                self._file_failed(gate)
                 self._control.update_record(lambda now: _without(now, me.node, gate.reason))
         except ControlStoreError as exc:
             log.debug("the control store does not accept it: %s", exc)
             return False
         return True
+
+    def _file_failed(self, gate: Preflight) -> None:
+        """File the finding, for whoever decides whether the run can do without this node."""
+        if gate.to_report is not None:
+            generation = self._control.record.generation
+            self._control.file_report(gate.to_report(self._control.me.node, generation))
 
     def _pass_up(self, generation: int) -> None:
         """Report that no workers were started in *generation*, which is over."""

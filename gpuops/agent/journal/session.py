@@ -156,6 +156,13 @@ class DecisionLog:
             return
         self._recorded = _key(decision)
 
+    def record_end(self, record: ControlRecord, *, leads: bool) -> None:
+        """Write why a run has ended whose nodes still joined, if this agent ended it (*leads*)."""
+        self.record(record, None)
+        is_decided = record.decision is not None or record.drain_signal is not None
+        if leads and record.exit_code and not is_decided:
+            self._journal.rendezvous_failed(record.reason)
+
 
 def _key(decision: RestartDecision) -> tuple[int, float]:
     """Return a key that is unique even for two decisions on one generation by two leaders."""

@@ -203,6 +203,7 @@ def _leader(
         restart=plan.restart_policy,
         timeouts=_leader_timeouts(launch),
         decide=decider(plan.decide, launch.env),
+        spares=plan.spares,
     )
     if endpoint.is_shared:
         extensions.insert(0, _commit_leader(launch, endpoint, session, control))

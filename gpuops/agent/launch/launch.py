@@ -293,7 +293,8 @@ def _supervise(agent: GpuopsAgent, prepared: LaunchContext, assembly: AssembledA
     except RunOverError as exc:
         code = EXIT_OK if exc.record.exit_code is None else exc.record.exit_code
         session.leads = exc.record.decided_by == assembly.services.node
-        _record_unformed(session, exc.record)
+        end = partial(assembly.services.decisions.record_end, exc.record, leads=session.leads)
+        session.safely("recording the end", end)
         ended = RunOutcome(exit_code=code, outcome=ended_as(code), reason=exc.record.reason)
     except ExcludedError as exc:
         ended = _record_excluded(str(exc), prepared, assembly)
@@ -324,15 +325,6 @@ def _save_last(prepared: LaunchContext, assembly: AssembledAgent) -> None:
 
     with contextlib.suppress(SignalException):
         awaited(lambda: checkpoints.flush(limit_s), check)
-
-
-def _record_unformed(session: RunSession, record: ControlRecord) -> None:
-    """Record the failure of a run that ended because too few came; any other has its decision."""
-    is_decided = record.decision is not None or record.drain_signal is not None
-    if session.leads and record.exit_code and not is_decided:
-        session.safely(
-            "recording the failure", lambda: session.journal.rendezvous_failed(record.reason)
-        )
 
 
 def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:

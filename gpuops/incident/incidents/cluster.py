@@ -157,7 +157,7 @@ def remote_incident(decision: RestartDecision, *, run_id: str, detected_us: int)
 def preflight_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incident:
     """Return the incident of a node that failed its health check, which ends no generation.
 
-    It is closed for the run, which continues without that node, not for the node.
+    It is closed for the run, which that node does not join, not for the node.
     """
     is_named = report.failure_class is not FailureClass.UNRESOLVED
     about = about_gate(report.generation, report.node)
@@ -178,7 +178,7 @@ def preflight_incident(report: NodeReport, *, run_id: str, now_us: int) -> Incid
         evidence=_report_evidence(report, Role.ROOT),
         actions=(ActionKind.EXCLUDE_NODE,),
         resolved_us=now_us,
-        resolution=f"the run continues without {report.node}",
+        resolution=f"{report.node} does not join the run",
         authority=AUTHORITY_LOCAL,
     )
 

@@ -1,6 +1,7 @@
 """A run gets its decision whatever fails on the way there."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from gpuops.agent.elastic.decider import decider
 from gpuops.errors import EXIT_FAIL
 from gpuops.incident.decide import decide
 from gpuops.incident.decision import ClusterState, NodeReport, ReportKind, RestartPolicy, RunAction
+from gpuops.model import FailureClass
 
 pytestmark = pytest.mark.torch
 CLUSTER = ClusterState(policy=RestartPolicy(), generation=3, members=("n0",), live=("n0",))
@@ -66,6 +68,16 @@ def test_a_site_that_cannot_be_asked_leaves_our_decision_and_that_is_said(caplog
     assert "there.is.no:module was ignored" in caplog.text
     assert made == decide([REPORT], CLUSTER, (), 7.0)
     assert "there.is.no:module" in note
+
+
+def test_what_was_said_of_a_failed_check_is_not_said_of_a_later_failure():
+    asks = decider("there.is.no:module", {})
+    gate = replace(REPORT, kind=ReportKind.GATE_FAILED, failure_class=FailureClass.GPU_ROW_REMAP)
+
+    first, _ = answered(lambda: asks([gate], CLUSTER, (), 7.0))
+    later, _ = answered(lambda: asks([REPORT], CLUSTER, (), 7.0))
+
+    assert (first.cause.kind, later.cause.kind) == (gate.kind, REPORT.kind)
 
 
 def test_our_bug_on_the_way_to_the_site_leaves_our_decision():

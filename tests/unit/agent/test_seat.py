@@ -12,6 +12,7 @@ from gpuops.agent.elastic.rendezvous import (
     Preflight,
     RunOverError,
 )
+from gpuops.agent.monitors.preflight import PreflightResult
 from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.memory import MemoryControlStore
@@ -188,10 +189,14 @@ def test_nobody_waits_after_the_end_of_the_run(bench):
 
 
 def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
-    bench.hooks.found = Preflight(passed=False, reason="two GPUs are missing")
+    result = PreflightResult(passed=False, reason="two GPUs are missing")
+    bench.hooks.found = Preflight(passed=False, reason=result.reason, to_report=result.to_report)
 
     with pytest.raises((ExcludedError, GivenUpError)):
         bench.rendezvous.next_rendezvous()
 
     assert bench.link.record.excluded == {"n0": "two GPUs are missing"}
+    assert [(r["kind"], r["node"], r["how"]) for r in bench.reports()] == [
+        ("gate_failed", "n0", "two GPUs are missing")
+    ]
     assert bench.shared.list(bench.link.keys.ready(0)) == {}

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.agreement import Player, World, restart
+from support.agreement import Player, World, by_the_table, restart
 
 from gpuops.control.record import RunPhase
 from gpuops.control.store import ControlStoreError
@@ -40,6 +40,67 @@ def test_a_failure_on_one_node_restarts_all_within_two_seconds_and_keeps_ranks()
 
     assert world.run_until(lambda w: w.all_run(1, 3)) <= 2
     assert {p.node: p.rank for p in world.players} == before
+
+
+def sick(number, terms, n_players, **more):
+    """Return a world in which one of the nodes fails its check before the first start."""
+    world = World(terms, n_players, decide=by_the_table, **more)
+    world.players[number].is_sick = True
+    return world
+
+
+def ended(world, code):
+    return [p.exit_code for p in world.players if not p.is_sick] == [code] * (
+        len(world.players) - 1
+    )
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_job_of_fixed_size_with_a_sick_node_ends_at_once_with_its_finding(number):
+    world = sick(number, terms(3, 3), 3)
+
+    assert world.run_until(lambda w: ended(w, 85)) <= 5
+    assert world.players[1].link.record.decided_by != f"n{number}", "it leaves: who hears of it?"
+    decision = world.players[1].link.record.decision
+    assert (decision.rule, decision.cause.kind) == ("nodes.exhausted", ReportKind.GATE_FAILED)
+    assert decision.reason.startswith(f"gpu_hw.row_remap on n{number}: a row waits")
+    assert decision.exclude.keys() == {f"n{number}"}
+
+
+def test_so_does_one_whose_node_is_sick_when_it_restarts():
+    world = started(3, 3, 3, decide=by_the_table)
+    world.players[1].is_sick = True
+    world.players[2].fails = ReportKind.WORKERS_FAILED
+
+    assert world.run_until(lambda w: ended(w, 85)) <= 5
+
+
+@pytest.mark.parametrize(("low", "n_left", "spares"), [(2, 2, 1), (1, 1, 0)])
+def test_a_spare_takes_the_place_of_a_sick_node_or_the_job_starts_smaller(low, n_left, spares):
+    world = sick(1, terms(low, 2), 2 + spares, spares=spares)
+
+    assert world.run_until(lambda w: w.all_run(0, n_left)) <= 5
+    assert world.players[0].link.record.reason.endswith("restart without n1")
+
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.all_run(1, n_left))
+    decision = world.players[0].link.record.decision
+    assert decision.cause.kind is ReportKind.WORKERS_FAILED, "not what kept a node out"
+
+
+def test_a_spare_that_has_not_started_yet_is_waited_for():
+    world = sick(1, terms(2, 2), 2, spares=1)
+    world.pass_time(20)
+    assert world.players[0].exit_code is None
+
+    world.players.append(Player(world, 2, order=2))
+    assert world.run_until(lambda w: w.all_run(0, 2)) <= 5
+
+
+def test_a_spare_that_does_not_come_is_not_waited_for_for_long():
+    world = sick(1, terms(2, 2), 2, spares=1)
+
+    assert 29 < world.run_until(lambda w: w.players[0].exit_code == 85) < 33
 
 
 def generations_on_board(world):

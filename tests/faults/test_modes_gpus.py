@@ -3,8 +3,9 @@
 import pytest
 from support import mock_nvml
 from support.accounts import check_account
+from support.fake_root import FakeRoot
 from support.faulty import FaultyRun, culprits
-from support.mock_nvml import UUIDS, shape
+from support.mock_nvml import UUIDS, addresses, shape
 from support.one_at_a_time import hung_driver
 from support.runs import wait_until
 
@@ -76,7 +77,10 @@ def test_an_xid_of_the_applications_names_the_failure_and_blames_no_node(mock, t
 )
 def test_a_sick_node_does_not_join(mock, tmp_path, sickness, failure_class):
     """Mode 12: no worker is started, exit 86, and an incident that says why."""
-    env = mock.env(f"{HEALTHY}\n{sickness}")
+    root = FakeRoot(tmp_path / "root")
+    for address in addresses(2):
+        root.gpu(address)
+    env = {**mock.env(f"{HEALTHY}\n{sickness}"), "GPUOPS_ROOT": str(root.path)}
     with hung_driver(), FaultyRun(tmp_path, (), LONG, gate=True, env=env) as run:
         run.start()
         assert run.ended(limit_s=120) == 86, run.said()

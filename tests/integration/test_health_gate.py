@@ -8,7 +8,8 @@ from contextlib import closing
 
 import pytest
 from support import mock_nvml
-from support.mock_nvml import UUIDS, shape
+from support.fake_root import FakeRoot
+from support.mock_nvml import UUIDS, addresses, shape
 from support.one_at_a_time import hung_driver
 
 from gpuops.agent.monitors.gpu_memory import open_memory
@@ -44,10 +45,19 @@ def played(mock, scenario):
     return {**os.environ, **mock.env(scenario)}
 
 
-def gated(mock, scenario, **plan):
-    gate = PreflightCheck(PreflightPlan(env=played(mock, scenario), **plan))
+def gated(mock, scenario, env=None, **plan):
+    gate = PreflightCheck(PreflightPlan(env={**played(mock, scenario), **(env or {})}, **plan))
     gate.start()
     return gate.result(WITHIN_S)
+
+
+@pytest.fixture
+def bus(tmp_path):
+    """Return the root of a machine with two GPUs on its PCI bus."""
+    root = FakeRoot(tmp_path / "root")
+    for address in addresses(2):
+        root.gpu(address)
+    return root.path
 
 
 def test_a_healthy_node_joins(mock):
@@ -94,10 +104,10 @@ def test_own_workers_that_are_just_ending_keep_nobody_out(mock):
     [pytest.param("", marks=pytest.mark.soak), "deaf\n"],
     ids=["", "and ignores SIGTERM"],
 )
-def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, deaf):
+def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, bus, deaf):
     scenario = f"{deaf}{HEALTHY}\ndelay * nvmlDeviceGetPowerUsage 60000"
     with hung_driver():
-        result = gated(mock, scenario, deadline_s=10.0)
+        result = gated(mock, scenario, {"GPUOPS_ROOT": str(bus)}, deadline_s=10.0, root=bus)
 
     assert (result.passed, result.hung, result.tries) == (False, True, 2)
     assert result.failure_class is FailureClass.GPU_DRIVER_HANG
@@ -105,12 +115,12 @@ def test_a_driver_that_hangs_twice_keeps_the_node_out(mock, deaf):
     assert result.reason.endswith("twice")
 
 
-def test_a_cold_driver_is_given_a_second_try(mock):
+def test_a_cold_driver_is_given_a_second_try(mock, bus):
     """The driver is slow the first time only: it stays loaded from then on."""
-    env = played(mock, HEALTHY + "\ndelay * nvmlInit 60000")
+    env = {**played(mock, HEALTHY + "\ndelay * nvmlInit 60000"), "GPUOPS_ROOT": str(bus)}
     with hung_driver():
         # By half of it a busy machine has started the check, too.
-        gate = PreflightCheck(PreflightPlan(env=env, deadline_s=16.0))
+        gate = PreflightCheck(PreflightPlan(env=env, deadline_s=16.0, root=bus))
         gate.start()
         assert gate.result(8.0) is None
         mock_nvml.change(env, HEALTHY)
@@ -175,8 +185,9 @@ time.sleep(600)
 """
 
 
-def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again(tmp_path):
-    plan = PreflightPlan(env=os.environ, command=script(tmp_path, DEAF), deadline_s=2.0)
+def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again(tmp_path, bus):
+    command = script(tmp_path, DEAF)
+    plan = PreflightPlan(env=os.environ, command=command, deadline_s=2.0, root=bus)
     gate = PreflightCheck(plan)
     began_s = time.monotonic()
     gate.start()

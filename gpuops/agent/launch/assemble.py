@@ -143,7 +143,7 @@ def assemble(
         logs=logs,
         cancellation=launch.cancellation,
         current=CurrentAttempt(clock.mono_ns()),
-        preflight=_preflight_gate(launch, gpus),
+        preflight=_preflight_gate(launch, gpus, settings.root),
         say=log.warning,
         agent_pid=os.getpid(),
         slurm_job_id=job,
@@ -400,10 +400,11 @@ def _leader_timeouts(launch: LaunchContext) -> LeaderTimeouts:
     )
 
 
-def _preflight_gate(launch: LaunchContext, gpus: GpuMonitor) -> PreflightGate:
+def _preflight_gate(launch: LaunchContext, gpus: GpuMonitor, root: Path) -> PreflightGate:
     if not launch.request.plan.gate:
         return NoPreflight()
-    plan = PreflightPlan(env=launch.env, deadline_s=launch.request.plan.gate_deadline_s)
+    deadline_s = launch.request.plan.gate_deadline_s
+    plan = PreflightPlan(env=launch.env, deadline_s=deadline_s, root=root)
     memory = open_memory(launch.env, os.getpid(), launch.clock)
 
     def check() -> PreflightCheck:

@@ -17,6 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gpuops.agent.elastic.rendezvous import Preflight
@@ -24,6 +25,7 @@ from gpuops.agent.monitors.gpu_memory import GpuMemoryGate
 from gpuops.errors import EXIT_FAIL, EXIT_OK
 from gpuops.host.clock import Clock
 from gpuops.host.process.command import CommandEnd, module_command, run_bounded
+from gpuops.host.sysfs import read_pci_gpus
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side, Status, UnknownReason
 from gpuops.scrub import scrub
@@ -83,13 +85,20 @@ class PreflightResult:
         )
 
 
-def judge_check(end: CommandEnd, *, listed: bool = False) -> PreflightResult:
+def judge_check(
+    end: CommandEnd, *, listed: bool = False, has_device: bool = True
+) -> PreflightResult:
     """Return the result of a check that ended as *end*.
 
     *listed*: NVML has listed the requested GPUs before, so that a missing one is gone.
+    *has_device*: an NVIDIA device is on the PCI bus; without one no driver hangs.
     """
     if end.exit_code is None:
-        return _hung(f"the health check gave no answer in {end.seconds:.0f} s")
+        text = f"the health check gave no answer in {end.seconds:.0f} s"
+        if has_device:
+            return _hung(text)
+        text += "; no NVIDIA device is on the PCI bus, so no driver is to blame: the node joins"
+        return PreflightResult(passed=True, reason=text)
     findings = _findings(end.output)
     if findings is None:
         return PreflightResult(passed=True, reason=_no_result(end))
@@ -190,13 +199,15 @@ class PreflightPlan:
     """How the node is checked; *env* is the agent's, *deadline_s* for each of two attempts.
 
     *gpus*: the job's by UUID, as NVML listed them before; none: those that ``CUDA_VISIBLE_DEVICES``
-    of *env* names, or all. *command* runs gpuops, with ``--config`` where one was given.
+    of *env* names, or all. *command* runs gpuops, with ``--config`` where one was given. *root*:
+    where ``/sys`` is.
     """
 
     env: Mapping[str, str]
     deadline_s: float = 20.0
     gpus: Collection[str] = ()
     suite: str = "preflight"
+    root: Path = Path("/")
 
     command: Sequence[str] = module_command("gpuops")
 
@@ -264,7 +275,10 @@ class PreflightCheck:
             end = run_bounded(plan.argv(), plan.env, plan.deadline_s, self._cancelled.is_set)
             if end is None:
                 return PreflightResult(passed=True, reason="the health check was cancelled")
-            result = replace(judge_check(end, listed=bool(plan.gpus)), tries=number)
+            judged = judge_check(
+                end, listed=bool(plan.gpus), has_device=bool(read_pci_gpus(plan.root))
+            )
+            result = replace(judged, tries=number)
             if not result.hung:
                 return result
         return replace(result, reason=f"{result.reason}, twice")

@@ -37,13 +37,18 @@ def judge(facts: Gpus, _parameters: NoParameters, context: JudgeContext) -> list
 
     A hang fails the node from the second time in a boot on, and only if the driver was kept loaded
     (persistence mode) or the call was inside the kernel (state D): a first call to a cold driver
-    may take longer than a prolog has. A call that had less than a second does not count. A call
+    may take longer than a prolog has. A call that had less than a second does not count, nor does
+    one on a node without an NVIDIA device on its PCI bus: there is no driver to hang. A call
     that crashes its process fails from the second time in a boot on: the GPU whose calls do so when
     it is asked alone, or the node if those of each GPU do.
     `gpu_lost` judges codes about single GPUs.
     """
     nvml = facts.nvml
-    bad = _crashed_gpus(nvml, context) + ([] if nvml.hang is None else _hung(nvml, context))
+    bad = _crashed_gpus(nvml, context)
+    if nvml.hang is not None:
+        if not facts.pci:
+            return bad or [finding(_NAME, context.node, _without_device(nvml))]
+        bad += _hung(nvml, context)
     if bad:
         return bad
     if nvml.status is NvmlStatus.OK:
@@ -156,6 +161,11 @@ def _refused(facts: Gpus, expected: NumberExpectation | None) -> GpuVerdict:
         failure_class=FailureClass.GPU_DRIVER,
         hardware_reported=code in _FAULTS and loaded,
     )
+
+
+def _without_device(nvml: NvmlSnapshot) -> GpuVerdict:
+    text = f"no NVIDIA device is on the PCI bus; {nvml.hang} gave no answer, which is not judged"
+    return GpuVerdict(status=Status.SKIP, message=text, source=None)
 
 
 def _hung(nvml: NvmlSnapshot, context: JudgeContext) -> list[Finding]:

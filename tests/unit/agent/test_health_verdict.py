@@ -104,6 +104,13 @@ def test_no_answer_at_all_is_a_hang():
     assert result.reason == "the health check gave no answer in 20 s"
 
 
+def test_a_check_without_an_answer_blames_no_driver_where_there_is_no_nvidia_device():
+    result = judge_check(CommandEnd(exit_code=None, seconds=20.0), has_device=False)
+
+    assert (result.passed, result.hung) == (True, False)
+    assert "no NVIDIA device is on the PCI bus" in result.reason
+
+
 def test_what_cannot_be_judged_keeps_nobody_out():
     result = judged(3, WELL, SLOW_DISK)
 

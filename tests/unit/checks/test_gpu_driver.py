@@ -232,6 +232,16 @@ def test_a_call_that_was_not_waited_for_is_only_slow(waited_s, status):
     assert verdict(nvml, case=case(["D"], persistence=True))[0] == status
 
 
+@pytest.mark.parametrize("nvml", [silent(), silent(state="D"), with_a_hung_gpu("D")])
+def test_a_hang_is_not_judged_where_the_pci_bus_shows_no_nvidia_device(nvml):
+    (finding,) = findings(nvml, on_bus=0, case=case(["D"], persistence=True))
+
+    assert said([finding]) == [("n1", "skip", None)]
+    assert finding.message == (
+        f"no NVIDIA device is on the PCI bus; {nvml.hung_call} gave no answer, which is not judged"
+    )
+
+
 def test_a_gpu_that_hangs_is_named_and_the_others_are_not():
     nvml = with_a_hung_gpu()
     (finding,) = findings(nvml, case=case(["S"], persistence=True))

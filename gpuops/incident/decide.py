@@ -30,9 +30,10 @@ restart                     anything else, also unexplained failures            
 
 A restart counts unless the rule says otherwise, and excludes suspected nodes that can be spared
 (`gpuops.incident.suspicion`). Software faults need a signature (a root in user code, see
-`gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit code alone)
-needs three. A suspect node costs one more attempt: with stable ranks a bug of one rank and a fault
-of one device look alike, until the rank runs elsewhere.
+`gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit code alone,
+the place of a hang) needs three: the place of a hang never spends a larger budget. A suspect node
+costs one more attempt: with stable ranks a bug of one rank and a fault of one device look alike,
+until the rank runs elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ def _failure(
         failure_class=report.failure_class if report else FailureClass.UNRESOLVED,
         side=report.side if report else Side.AMBIGUOUS,
         is_counted=True,
-        signature=first.signature if is_program and first else None,
+        signature=first.signature if is_program and first else _hang_signature(root, reports),
         step=root.step,
         has_stepped=any(r.has_stepped for r in reports),
         checkpoint_step=max(saved, default=None),
@@ -154,6 +155,15 @@ def _failure(
         is_infrastructure=root.causal_rank is CausalRank.INFRASTRUCTURE,
         highest_step=max((step for step in steps if step is not None), default=None),
     )
+
+
+def _hang_signature(root: RootCause, reports: Sequence[NodeReport]) -> str | None:
+    """Return where the ranks stood in a hang of the program's own code; None for another hang."""
+    if root.report is None or root.report.failure_class is not FailureClass.HANG_NO_PROGRESS:
+        return None
+    ends = [end for report in reports if report.kind is ReportKind.HANG for end in report.ends]
+    known = [end for _, end in root.ends] or sorted(ends, key=lambda end: end.rank)
+    return next((end.signature for end in known if end.signature is not None), None)
 
 
 def _nodes_at_fault(reports: Sequence[NodeReport], cluster: ClusterState) -> dict[str, str]:

@@ -25,6 +25,8 @@ _READ_CHARS_MAX = 2000
 # Without an exception only an exit code and a last line are known, which may have other causes: a
 # repetition needs more occurrences than that of an exception.
 WEAK_PREFIX = "exit "
+# Where a rank stood still; the limit of its silence may have been too short.
+HANG_PREFIX = "hang at "
 
 _INFRASTRUCTURE_MODULE = re.compile(
     r"(?:torch\.distributed|requests|urllib3?|http|httpx|httpcore|aiohttp|socket|ssl|ftplib"
@@ -87,9 +89,22 @@ def signature_of(classified: ClassifiedExit) -> str | None:
     return _exit_signature(classified)
 
 
+def hang_signature(frames: Iterable[tuple[str, str]]) -> str | None:
+    """Return the signature of a hang by its *frames* (file, function), the innermost first.
+
+    The innermost of the user's own: a loop is not always met in the same line. None without frames.
+    """
+    known = list(frames)
+    own = [frame for frame in known if not _INSTALLED.search(frame[0])] or known
+    if not own:
+        return None
+    file, function = own[0]
+    return f"{HANG_PREFIX}{PurePosixPath(file).name[:80]} in {function[:80]}"
+
+
 def is_weak(signature: str) -> bool:
-    """Return whether *signature* is that of an exit code alone."""
-    return signature.startswith(WEAK_PREFIX)
+    """Return whether *signature* is that of an exit code alone, or of a place without progress."""
+    return signature.startswith((WEAK_PREFIX, HANG_PREFIX))
 
 
 def normalize(message: str) -> str:

@@ -53,6 +53,9 @@ def _slowest_ranks(
 
 def _outside_collective(hung: Sequence[tuple[str, RankEnd]]) -> HangDiagnosis | None:
     found = [item for item in hung if item[1].role is Role.ROOT]
+    if not found and any(end.failure_class is FailureClass.HANG_COLLECTIVE for _, end in hung):
+        # All ranks of one node may stand in their own start while those of others wait for them.
+        found = [item for item in hung if item[1].signature is not None]
     if not found:
         return None
     alone = len(found) == len(hung)
@@ -66,6 +69,8 @@ def _without_culprit(reports: Sequence[NodeReport]) -> HangDiagnosis:
     """Return the first hang as its agent described it: no culprit is known."""
     first = next(report for report in reports if report.kind is ReportKind.HANG)
     if first.failure_class.category == "hang" and first.culprits:
+        return HangDiagnosis(failure_class=first.failure_class, how=first.how)
+    if first.failure_class is FailureClass.HANG_NO_PROGRESS:
         return HangDiagnosis(failure_class=first.failure_class, how=first.how)
     how = "every rank waits in a collective and none is behind"
     return HangDiagnosis(failure_class=FailureClass.HANG_COLLECTIVE, how=how)

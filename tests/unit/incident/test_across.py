@@ -258,6 +258,28 @@ def test_where_all_wait_nobody_is_named():
     assert root.report.confidence is Confidence.SYMPTOM_ONLY
 
 
+def starting(rank):
+    end = hung_end(rank, FailureClass.HANG_NO_PROGRESS, None, Role.SYMPTOM)
+    return replace(end, signature="hang at train.py in load")
+
+
+def test_where_all_stand_in_their_own_start_nobody_is_named():
+    own = {"failure_class": FailureClass.HANG_NO_PROGRESS, "how": "each is in its own start"}
+    root = find_root([hang("n1", starting(0), **own), hang("n2", starting(1), arrival=1, **own)])
+
+    assert (root.ends, root.report.culprits, root.nodes) == ((), (), ())
+    assert root.report.failure_class is FailureClass.HANG_NO_PROGRESS
+    assert root.report.how == "each is in its own start"
+
+
+def test_who_stands_in_its_own_start_while_other_nodes_wait_is_named():
+    own = {"failure_class": FailureClass.HANG_NO_PROGRESS}
+    waits = hang("n1", waiting(0, None))
+    root = find_root([waits, hang("n2", starting(1), arrival=1, **own)])
+
+    assert [(node, end.rank) for node, end in root.ends] == [("n2", 1)]
+
+
 def test_a_hang_report_without_ranks_keeps_its_own_account():
     alone = hang(
         "n1", failure_class=FailureClass.HANG_NO_PROGRESS, culprits=report().culprits, how="still"

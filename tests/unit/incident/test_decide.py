@@ -357,6 +357,51 @@ def test_another_hang_is_a_restart_with_its_node(failure_class):
     assert decision.failure.is_counted
 
 
+def hung(node="n1", step=None, signature="hang at train.py in load", role=Role.SYMPTOM, **changes):
+    """Return the report of a node whose ranks stand still, nobody named unless *role* says so."""
+    what = FailureClass.HANG_NO_PROGRESS
+    ends = tuple(
+        rank_end(rank, failure_class=what, role=role, signal=None, signature=signature, step=step)
+        for rank in (0, 1)
+    )
+    fields = {"failure_class": what, "ends": ends, "has_stepped": step is not None}
+    return report(node, ReportKind.HANG, **{**fields, "last_step": step, **changes})
+
+
+@pytest.mark.parametrize(
+    ("step", "rule"), [(None, "software.before_first_step"), (57, "software.same_step")]
+)
+@pytest.mark.parametrize("role", [Role.SYMPTOM, Role.ROOT])
+def test_the_same_place_without_progress_never_spends_the_whole_budget(step, rule, role):
+    decisions = story(*[hung(step=step, role=role)] * 3)
+
+    assert [made.action for made in decisions] == [RESTART, RESTART, STOP]
+    assert decisions[-1].rule == rule
+    assert decisions[-1].exit_code == 93
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        hung(signature="hang at train.py in skip"),
+        hung(signature=None),
+        hung(step=60),
+        hung(failure_class=FailureClass.HANG_STOPPED),
+    ],
+    ids=["another place", "no place", "made steps", "stopped"],
+)
+def test_a_hang_elsewhere_or_after_progress_is_another_one(other):
+    rules = [made.rule for made in story(hung(), other, hung(), on=wide(1, restarts_max=9))]
+
+    assert rules == ["restart"] * 3
+
+
+def test_a_place_without_progress_on_one_node_only_is_tried_without_it():
+    rounds = [[hung("n1", 57, role=Role.ROOT), stopped("n2")]] * 3
+
+    assert last(*rounds, on=wide(2)).rule == "software.suspect_node"
+
+
 def test_an_application_s_xid_is_a_restart_with_its_node():
     fault = xid("n2", failure_class=FailureClass.GPU_ILLEGAL_ACCESS, blames_node=False)
 

@@ -37,6 +37,7 @@ class SuspicionLevel(StrEnum):
     END = "end"  # ends the generation
 
 
+_UNEXPLAINED_HANGS = frozenset({FailureClass.HANG_NO_PROGRESS, FailureClass.HANG_COLLECTIVE})
 _LEVELS = tuple(SuspicionLevel)
 _CONFIDENCES = tuple(Confidence)
 
@@ -102,16 +103,23 @@ def suspect_report(suspicion: Suspicion, generation: int) -> NodeReport:
 
 
 def explain(report: NodeReport, suspicions: Iterable[Suspicion], now_ns: int) -> NodeReport:
-    """Return *report* of worker exits, with a suspicion from just before that explains them.
+    """Return *report* of worker exits or a hang, with a suspicion from just before it as the cause.
 
-    An exception of the program's own explains itself.
+    An exception of the program's own explains itself, and so does a worker that the kernel or the
+    interpreter shows to be stuck. *now_ns*: when the workers failed, or fell silent.
     """
     found = [s for s in suspicions if s.explains_failures(now_ns) and s.node in {None, report.node}]
-    if report.kind is not ReportKind.WORKERS_FAILED or report.side is Side.USER or not found:
+    is_hang = report.kind is ReportKind.HANG and report.failure_class in _UNEXPLAINED_HANGS
+    if not (is_hang or report.kind is ReportKind.WORKERS_FAILED):
+        return report
+    if report.side is Side.USER or not found:
         return report
     cause = min(found, key=lambda s: (-_LEVELS.index(s.level), *_strongest_first(s)))
     return replace(
         report,
+        kind=cause.kind if is_hang else report.kind,
+        # The place of a hang that a GPU explains is no fault of the program.
+        ends=tuple(replace(end, signature=None) for end in report.ends) if is_hang else report.ends,
         failure_class=cause.failure_class,
         side=cause.side,
         confidence=Confidence.PROBABLE,

@@ -19,6 +19,7 @@ from gpuops.control.store import ControlStoreError
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.incident.budget import count_failures
 from gpuops.incident.cause import JudgedExits, judge_exits
+from gpuops.incident.correlate import CausalRank, causal_rank_of
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import JobXidFilter, job_lines
 from gpuops.incident.report import build_node_report
@@ -73,6 +74,7 @@ class AttemptFinish:
         self._trigger: tuple[ReportKind, str] | None = None
         self._unfiled: list[NodeReport] = []
         self._evidence: tuple[Evidence, ...] = ()
+        self._hang_here: NodeReport | None = None
         self._drain_ns: int | None = None
 
     def drain_within(self, grace_s: float) -> None:
@@ -103,15 +105,26 @@ class AttemptFinish:
     def reconsider(self, trigger: EndTrigger) -> EndTrigger:
         """Return *trigger*, or what was seen here since that explains the hang that it is.
 
-        A GPU that failed may be noticed just after the ranks that wait for it. Called before the
-        workers are ended: what that causes explains nothing.
+        A GPU that failed may be noticed just after the ranks that wait for it; what it reported
+        when they fell silent explains the hang too. Called before the workers are ended: what that
+        causes explains nothing.
         """
         if not self._is_hang(trigger):
             return trigger
-        now_ns = self._services.clock.mono_ns()
-        suspicions = self._services.monitors.poll()
-        found = self.reports_of(s for s in suspicions if s.explains_failures(now_ns))
-        return tuple(each for each in found if each.node == self._services.node) or trigger
+        here, suspicions = self._services.node, self._services.monitors.poll()
+        hangs = [s for s in suspicions if s.kind is ReportKind.HANG]
+        since_ns = min((s.since_ns for s in hangs if s.since_ns), default=None)
+        if since_ns is None:
+            since_ns = self._services.clock.mono_ns()
+        found = self.reports_of(s for s in suspicions if s.explains_failures(since_ns))
+        own = tuple(each for each in found if each.node == here)
+        if own:
+            return own
+        if isinstance(trigger, tuple):
+            return tuple(explain(each, suspicions, since_ns) for each in trigger)
+        for each in self.reports_of(hangs):
+            self._hang_here = explain(each, suspicions, since_ns)
+        return trigger
 
     def _is_hang(self, trigger: EndTrigger) -> bool:
         if isinstance(trigger, tuple):
@@ -141,8 +154,13 @@ class AttemptFinish:
         report = self._node_report(judged)
         reports = trigger if isinstance(trigger, tuple) else ()
         own = next((each for each in reports if each.node == report.node), None)
+        # What ends here because of another node's hang is reported by what it did meanwhile.
+        is_interrupted = report.kind is ReportKind.STOPPED
         if own is not None:
-            report = merge_reports(own, report)
+            report, is_interrupted = merge_reports(own, report), False
+        elif self._hang_here is not None and causal_rank_of(report) > CausalRank.HANG:
+            report = merge_reports(self._hang_here, report)
+        is_interrupted = is_interrupted and not self._workers.stuck_ranks
         report = with_stuck(report, self._workers.stuck_ranks)
         self._evidence += exiting_evidence(self._workers.exiting_ranks)
         self._file(report)
@@ -152,7 +170,7 @@ class AttemptFinish:
             session.safely(
                 "recording the drain", lambda: journal.drained(name, exits, EXIT_REQUEUE)
             )
-        elif report.kind is ReportKind.STOPPED:
+        elif is_interrupted:
             session.safely(
                 "recording the restart",
                 lambda: journal.attempt_interrupted(report, self._evidence),

@@ -298,6 +298,49 @@ def test_a_gpu_of_this_node_explains_the_hang_of_another(tmp_path):
     assert list(decision.exclude) == ["n1"]
 
 
+@pytest.mark.parametrize(
+    ("before_s", "failure_class"),
+    [(2.0, FailureClass.GPU_ILLEGAL_ACCESS), (900.0, FailureClass.HANG_NO_PROGRESS)],
+)
+def test_an_xid_of_the_second_in_which_the_ranks_fell_silent_explains_the_hang(
+    node, before_s, failure_class
+):
+    """The hang is noticed minutes later; the Xid alone did not end the generation."""
+    silent_ns = node.agent.clock.mono_ns() - 600 * 10**9
+    note = fault(
+        level=SuspicionLevel.NOTE,
+        failure_class=FailureClass.GPU_ILLEGAL_ACCESS,
+        last_ns=silent_ns - round(before_s * 1e9),
+    )
+    node.agent.monitors = [Sentry(replace(hang(), since_ns=silent_ns)), Sentry(*[note] * 9)]
+    assert node.watch().run() is None
+
+    assert node.file_report().failure_class is failure_class
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_for_the_hang_of_another_node_each_node_reports_what_its_own_ranks_do(tmp_path, stuck):
+    """The rank in state D may be on the slower node."""
+    terms = RestartPolicy(nodes_min=1, nodes_max=2)
+    node = Node(tmp_path, terms=terms)
+    here = hang()
+    if stuck:
+        here = replace(here, failure_class=FailureClass.HANG_D_STATE, node="n1")
+    node.agent.monitors = [Late(here)]
+    other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
+
+    def hangs_there():
+        other.run_once()
+        other.control.file_report(NodeReport(kind=ReportKind.HANG, node="n2", generation=0))
+        other.control.update_record(
+            lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.HANG)
+        )
+
+    assert node.then(hangs_there).watch(other).run() is None
+    assert node.file_report().kind is ReportKind.HANG
+    assert list(node.agent.control.record.excluded) == (["n1"] if stuck else [])
+
+
 def test_what_is_only_probable_does_not_explain_a_hang_that_came_first(node):
     node.agent.monitors = [Sentry(hang()), Late(fault(confidence=Confidence.PROBABLE))]
     assert node.watch().run() is None

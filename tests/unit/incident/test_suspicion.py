@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
 from gpuops.incident.suspicion import (
     RECENT_S,
     Suspicion,
@@ -14,7 +14,7 @@ from gpuops.incident.suspicion import (
     reports_of,
     suspect_report,
 )
-from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
+from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 
 END, SUSPECT, NOTE = SuspicionLevel.END, SuspicionLevel.SUSPECT, SuspicionLevel.NOTE
 GPU, LINK = Entity(EntityKind.GPU, "GPU-1"), Entity(EntityKind.LINK, "leaf1:7")
@@ -130,6 +130,28 @@ def test_the_gravest_explains_a_failure(order):
     assert report.blames_node
 
 
+HUNG = replace(FAILED, kind=ReportKind.HANG, failure_class=FailureClass.HANG_NO_PROGRESS)
+
+
+def test_a_note_explains_a_hang_of_unknown_cause_which_is_then_no_place_of_the_program():
+    end = RankEnd(
+        rank=1,
+        local_rank=1,
+        role=Role.ROOT,
+        failure_class=FailureClass.HANG_NO_PROGRESS,
+        side=Side.AMBIGUOUS,
+        signature="hang at train.py in step",
+    )
+    report = explain(replace(HUNG, ends=(end,)), [replace(MILD, level=NOTE)], NOW_NS)
+
+    assert (report.kind, report.failure_class) == (
+        ReportKind.GPU_FAULT,
+        FailureClass.GPU_ILLEGAL_ACCESS,
+    )
+    assert (report.culprits, report.blames_node) == ((GPU, RANK), False)
+    assert [each.signature for each in report.ends] == [None]
+
+
 def test_what_ends_a_generation_explains_more_than_a_note_on_the_node():
     assert explain(FAILED, [replace(VERDICT, level=NOTE), MILD], NOW_NS).how == "Xid 31"
 
@@ -143,6 +165,8 @@ def test_what_ends_a_generation_explains_more_than_a_note_on_the_node():
         (FAILED, replace(XID, last_ns=NOW_NS - round(RECENT_S * 10**9) - 1)),
         (replace(FAILED, side=Side.USER), XID),
         (replace(FAILED, kind=ReportKind.STOPPED), XID),
+        (replace(HUNG, failure_class=FailureClass.HANG_STOPPED), XID),
+        (HUNG, PROBABLE),
     ],
 )
 def test_what_explains_nothing_changes_nothing(report, suspicion):

@@ -9,6 +9,7 @@ and made printable where it is shown. The innermost frame is first, as both prin
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 
 from gpuops.host.process.inspect import ProcessDetails, read_details
 from gpuops.host.process.pyspy import dump, find_pyspy
+from gpuops.host.process.traffic import Traffic, read_traffic
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +30,13 @@ THREADS_MAX = 256
 FRAMES_MAX = 100
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.{1,500})", line (\d{1,9}|\?\?\?) in (.{1,500})$')
-# When to sample, seconds from the first sample. The last two distinguish a rank that works from one
-# that hangs in one place; they are omitted where the user has set the time limit.
+# When to sample, seconds from the first sample. The long ones tell a rank that works from one that
+# hangs in one place, and begin `LEAD_S` before the limit; a limit that the user has set holds for
+# both, so two are enough.
 SAMPLES_S = (0.0, 0.3)
-LONG_SAMPLES_S = (0.0, 0.3, 1.0, 2.0)
+LONG_SAMPLES_S = (0.0, 0.3, 1.0, 2.0, 3.5, 5.0, 6.5, 8.0)
+LEAD_S = 6.0
+LATE_S = 0.3
 # Both answer within 0.2 s on a node with an idle processor. A rank without a stack may cause a
 # wrong diagnosis, so a busy node gets more time.
 DUMP_WAIT_S = 1.0
@@ -146,6 +151,7 @@ class WorkerSample:
 
     at_s: float
     process: ProcessDetails | None
+    traffic: Traffic | None = None
     dumped: Stacks | None = None
     spied: Stacks | None = None
 
@@ -174,6 +180,10 @@ class SystemEvidenceReader:
     def inspect(self, pid: int) -> ProcessDetails | None:
         """Return the state of process *pid*, None where it is gone."""
         return read_details(pid)
+
+    def traffic(self, pids: Sequence[int]) -> Mapping[int, Traffic]:
+        """Return by process the bytes that it and its children have moved so far."""
+        return read_traffic(pids)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
         """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
@@ -226,14 +236,20 @@ class EvidenceCollector:
     env: Mapping[str, str]
     samples_s: Sequence[float] = SAMPLES_S
     clock_s: Callable[[], float] = time.monotonic
-    pause: Callable[[float], object] = time.sleep
+    pause: Callable[[float], object] | None = None
     _facts: dict[int, RankFacts] = field(default_factory=dict)
+    _hurried: threading.Event = field(default_factory=threading.Event)
+    _sampled_s: float = -math.inf
     _done: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         """Begin; an error ends the collection, and nothing else."""
         self._facts = {target.rank: RankFacts(target=target) for target in self.targets}
         threading.Thread(target=self._run, name="gpuops-evidence", daemon=True).start()
+
+    def hurry(self) -> None:
+        """Take two samples in all, and the last one soon: the workers are about to be ended."""
+        self._hurried.set()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the collection is complete, at most *timeout_s* later."""
@@ -253,15 +269,29 @@ class EvidenceCollector:
         try:
             begun_s = self.clock_s()
             for number, at_s in enumerate(self.samples_s):
-                self.pause(max(0.0, begun_s + at_s - self.clock_s()))
-                self._sample(is_last=number == len(self.samples_s) - 1)
+                is_last = number == len(self.samples_s) - 1
+                if number and not is_last and self._is_omitted(begun_s + at_s):
+                    continue
+                self._wait_until(begun_s + at_s)
+                self._sample(is_last=is_last)
             self._complete()
         except Exception:  # boundary: the diagnoses report missing evidence
             log.exception("collecting evidence failed")
         finally:
             self._done.set()
 
+    def _is_omitted(self, at_s: float) -> bool:
+        """Return whether to go on to the next sample: a busy machine takes fewer, not longer."""
+        return self._hurried.is_set() or self.clock_s() - at_s > LATE_S
+
+    def _wait_until(self, at_s: float) -> None:
+        (self.pause or self._hurried.wait)(max(0.0, at_s - self.clock_s()))
+        if self._hurried.is_set():
+            # One wait for a disk would look like two if the samples did not lie apart.
+            time.sleep(max(0.0, min(at_s, self._sampled_s + SAMPLES_S[-1]) - self.clock_s()))
+
     def _sample(self, *, is_last: bool) -> None:
+        self._sampled_s = self.clock_s()
         processes = {target.rank: self.reader.inspect(target.pid) for target in self.targets}
         for rank, process in processes.items():
             facts = self._facts[rank]
@@ -269,6 +299,7 @@ class EvidenceCollector:
             self._facts[rank] = replace(facts, samples=(*facts.samples, sample))
         # A process that is stopped or inside the kernel does not answer, and may block its reader.
         awake = [t for t in self.targets if (p := processes[t.rank]) and p.state in "RSI"]
+        traffic = self.reader.traffic([target.pid for target in awake])
         spied = self.reader.spy(awake, SPY_WAIT_S)
         # A signal may interrupt a system call: where py-spy works, it is sent at the end only.
         unseen = [t for t in awake if is_last or t.rank not in spied]
@@ -283,7 +314,10 @@ class EvidenceCollector:
         for target in self.targets:
             facts = self._facts[target.rank]
             newest = replace(
-                facts.samples[-1], spied=spied.get(target.rank), dumped=dumped.get(target.rank)
+                facts.samples[-1],
+                traffic=traffic.get(target.pid),
+                spied=spied.get(target.rank),
+                dumped=dumped.get(target.rank),
             )
             samples = (*facts.samples[:-1], newest)
             self._facts[target.rank] = replace(facts, samples=samples)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
+from gpuops.host.process.traffic import TrafficKind
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
 
@@ -23,17 +24,29 @@ _COMPARED = 40
 _NEAR = 4
 # Below this share of a processor a thread that holds the lock does not run: it waits, holding it.
 _IDLE_SHARE = 0.1
-_IO_BYTES_MIN = 2**20
+# In the samples together: no heartbeat of a store, no scrape of a metric; less from one connection,
+# which a slow download may be.
+_MOVED_BYTES_MIN = 2**20
+_RECEIVED_BYTES_MIN = 8 * 2**10
+# A main thread that waits so often a second, and computes in between, goes round in a loop. One
+# that polls for something computes less; both are guesses.
+_WAITS_PER_S_MIN = 2.0
+_LOOP_SHARE_MIN = 0.02
 _TORCH = re.compile(r"/torch/")
 _COLLECTIVE = re.compile(r"/torch/distributed/|/torchft/|/deepspeed/comm/|/horovod/")
 _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
 _DEVICE = re.compile(r"/torch/(?:cuda|accelerator|xpu)/")
 _DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")
+_LOCK = re.compile(r"/torch/utils/file_baton\.py$")
 _WAITS = re.compile(
     r"\.wait\(|\bbarrier\(|\.synchronize\(|\b(?:all_reduce|all_gather\w*|reduce_scatter\w*"
     r"|all_to_all\w*|broadcast\w*|recv|irecv|send)\("
 )
 _READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
+_LOCK_TEXT = (
+    "waits for a lock of torch's JIT builds; unless a process builds, a killed build left the file"
+    " `lock` in its folder below $TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions: delete it;"
+)
 STOPPED = "T"
 POLL_S = 1.0
 
@@ -48,6 +61,7 @@ class RankState(StrEnum):
     IN_COLLECTIVE = "in_collective"
     WAITS_FOR_DEVICE = "waits_for_device"
     IN_USER_CODE = "in_user_code"
+    WAITS_FOR_LOCK = "waits_for_lock"
     UNKNOWN = "unknown"
 
     @property
@@ -58,13 +72,17 @@ class RankState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankDiagnosis:
-    """What one rank does: ``how`` is a clause for people; ``is_moving``: it works meanwhile."""
+    """What one rank does: ``how`` is a clause for people; ``is_moving``: it works meanwhile.
+
+    ``moves_bytes``: it was seen to read or write files or sockets.
+    """
 
     state: RankState
     how: str
     frames: tuple[StackFrame, ...] = ()
     kernel_stack: tuple[str, ...] = ()
     is_moving: bool = False
+    moves_bytes: bool = False
 
 
 def judge_rank(facts: RankFacts) -> RankDiagnosis:
@@ -106,22 +124,32 @@ def _by_gil(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
 
 
 def _by_stack(facts: RankFacts) -> RankDiagnosis:
-    moving = _is_moving(facts.samples)
+    moves_bytes = _moves_bytes(facts.samples)
     stacks = next((s.stacks for s in reversed(facts.samples) if s.stacks is not None), None)
     main = stacks.main if stacks is not None else None
     if main is None or not main.frames:
         how = "has no readable stack" if stacks is None else "has no Python frame"
         last = facts.samples[-1].process
         where = f"; it waits in the kernel in {last.wchan}" if last and last.wchan else ""
-        return RankDiagnosis(RankState.UNKNOWN, how + where, is_moving=moving)
+        return RankDiagnosis(
+            RankState.UNKNOWN, how + where, is_moving=moves_bytes, moves_bytes=moves_bytes
+        )
     state, how = _by_frames(main.frames, facts.source_line)
+    moving = moves_bytes or _has_moved(facts.samples)
+    if state is RankState.WAITS_FOR_LOCK:
+        moving = moves_bytes = False  # it only asks for the lock again
+    elif state is RankState.IN_USER_CODE:
+        moving = moving or _loops(facts.samples)
     if moving:
-        how += "; it moved between samples"
-    return RankDiagnosis(state, how, main.frames, is_moving=moving)
+        how += "; it moved bytes meanwhile" if moves_bytes else "; it moved between samples"
+    return RankDiagnosis(state, how, main.frames, is_moving=moving, moves_bytes=moves_bytes)
 
 
 def _by_frames(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankState, str]:
     top = frames[0]
+    lock = next((f for f in frames[:_NEAR] if _LOCK.search(f.file)), None)
+    if lock is not None:
+        return RankState.WAITS_FOR_LOCK, f"{_LOCK_TEXT} in {lock}"
     near = _torch_frames(frames)[:_NEAR]
     if any(_COLLECTIVE.search(frame.file) for frame in near):
         outer = next(frame for frame in near if _COLLECTIVE.search(frame.file))
@@ -155,8 +183,8 @@ def _torch_frames(frames: Sequence[StackFrame]) -> list[StackFrame]:
     return found
 
 
-def _is_moving(samples: Sequence[WorkerSample]) -> bool:
-    """Return whether the main thread was in different places, or much was read or written."""
+def _has_moved(samples: Sequence[WorkerSample]) -> bool:
+    """Return whether the main thread was in different places."""
     by_source: dict[str, list[Stacks]] = {}
     for sample in samples:
         for stacks in (sample.spied, sample.dumped):
@@ -166,9 +194,31 @@ def _is_moving(samples: Sequence[WorkerSample]) -> bool:
         mains = [stacks.main for stacks in found]
         if any(a and b and not _same(a, b) for a, b in pairwise(mains)):
             return True
-    processes = [s.process for s in samples if s.process is not None]
-    amounts = [process.io_bytes for process in processes if process.io_bytes is not None]
-    return len(amounts) > 1 and amounts[-1] - amounts[0] >= _IO_BYTES_MIN
+    return False
+
+
+def _moves_bytes(samples: Sequence[WorkerSample]) -> bool:
+    """Return whether the rank or a child of it read or wrote, on files or connections."""
+    known = [sample.traffic for sample in samples if sample.traffic is not None]
+    if len(known) < 2:
+        return False
+    before, now = known[0], known[-1]
+    grown = {key: amount - before.get(key, 0) for key, amount in now.items()}
+    moved = sum(n for (kind, _), n in grown.items() if kind is not TrafficKind.RECEIVED)
+    received = [n for (kind, _), n in grown.items() if kind is TrafficKind.RECEIVED]
+    return moved >= _MOVED_BYTES_MIN or max(received, default=0) >= _RECEIVED_BYTES_MIN
+
+
+def _loops(samples: Sequence[WorkerSample]) -> bool:
+    """Return whether the main thread waits again and again and computes in between."""
+    known = [(sample.at_s, sample.process) for sample in samples if sample.process is not None]
+    if len(known) < 2:
+        return False
+    (from_s, first), (to_s, last) = known[0], known[-1]
+    took_s = to_s - from_s
+    waits = (last.main_waits or 0) - (first.main_waits or 0)
+    cpu_s = (last.main_cpu_s or 0.0) - (first.main_cpu_s or 0.0)
+    return waits >= _WAITS_PER_S_MIN * took_s > 0 and cpu_s >= _LOOP_SHARE_MIN * took_s
 
 
 def _same(one: ThreadStack, other: ThreadStack) -> bool:

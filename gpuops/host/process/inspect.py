@@ -116,7 +116,7 @@ def _thread_ids(pid: int, root: Path) -> list[int]:
 
 
 _CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]{16})$", re.MULTILINE)
-_IO = re.compile(r"^[rw]char: (\d+)$", re.MULTILINE)
+_SWITCHES = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
 _STACK_LINES_MAX = 32
 # utime and stime, fields 14 and 15 of proc(5), counted from the state (field 3).
 _UTIME, _STIME = 11, 12
@@ -129,15 +129,16 @@ class ProcessDetails:
     """The state of a process in ``/proc`` at one moment.
 
     ``state`` is D if any of its threads is in D, else its main thread's; ``wchan`` and
-    ``kernel_stack`` are of that thread (the stack for root only). ``io_bytes`` is None if it may
-    not be read.
+    ``kernel_stack`` are of that thread (the stack for root only). ``main_cpu_s`` and
+    ``main_waits`` (how often it waited for something) are of its main thread, None if not known.
     """
 
     state: str
     wchan: str | None = None
     kernel_stack: tuple[str, ...] = ()
     cpu_s: float = 0.0
-    io_bytes: int | None = None
+    main_cpu_s: float | None = None
+    main_waits: int | None = None
     caught: frozenset[int] = frozenset()
 
 
@@ -151,14 +152,18 @@ def read_details(pid: int, root: Path = Path("/")) -> ProcessDetails | None:
     fields = text.rpartition(")")[2].split()
     ticks = int(fields[_UTIME]) + int(fields[_STIME])
     kernel = text_of(folder / "stack") or ""
-    io = _IO.findall(text_of(folder / "io") or "")
+    status = text_of(folder / "status") or ""
+    waits = _SWITCHES.search(status)
+    # schedstat: nanoseconds on a processor, to the nanosecond; stat counts hundredths of a second.
+    on_cpu_ns = (text_of(folder / f"task/{pid}/schedstat") or "").partition(" ")[0]
     return ProcessDetails(
         state=overall.state,
         wchan=overall.wchan,
         kernel_stack=tuple(line.strip() for line in kernel.splitlines()[:_STACK_LINES_MAX]),
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-        io_bytes=sum(map(int, io)) if io else None,
-        caught=_caught(text_of(folder / "status") or ""),
+        main_cpu_s=int(on_cpu_ns) / 1e9 if on_cpu_ns.isdecimal() else None,
+        main_waits=int(waits[1]) if waits else None,
+        caught=_caught(status),
     )
 
 

@@ -95,11 +95,30 @@ def test_the_first_step_has_its_own_limit_until_one_attempt_has_made_it():
     assert job.hang_after() == 601
 
 
-@pytest.mark.parametrize(("first_s", "expected_s"), [(5, 60), (100, 300)])
-def test_later_attempts_know_how_long_a_first_step_takes(first_s, expected_s):
+@pytest.mark.parametrize(("first_s", "expected_s"), [(5, 600), (100, 600), (300, 900)])
+def test_a_first_step_after_a_restart_may_load_where_the_fresh_start_had_nothing_to(
+    first_s, expected_s
+):
     job = Job().steps(1, gap_s=first_s).restart()
 
     assert job.hang_after() == expected_s + 1
+
+
+def test_later_attempts_know_how_long_the_steps_after_the_first_may_compile():
+    job = Job().steps(20, gap_s=1.0).restart().steps(1, gap_s=500.0)
+
+    assert job.hang_after() == 61
+
+
+def test_a_hang_is_seen_ahead_unless_a_rank_goes_on():
+    job = Job().steps(20)
+    assert job.wait(54) is None
+    assert job.judge.judge(job.ns, 6.0) is None
+    job.now_s += 1
+    assert job.judge.judge(job.ns, 6.0) is not None
+    assert job.judge.judge(job.ns) is None
+    job.judge.excuse_until(job.ns + 10 * S)
+    assert job.judge.judge(job.ns, 6.0) is None
 
 
 def test_one_rank_that_is_slow_to_start_is_waited_for_as_long_as_a_first_step_may_take():

@@ -9,19 +9,20 @@ from gpuops.model import Confidence, FailureClass
 
 U, C, S = RankState.IN_USER_CODE, RankState.IN_COLLECTIVE, RankState.STOPPED
 D, G, E, X = RankState.D_STATE, RankState.GIL_HELD, RankState.EXITED, RankState.UNKNOWN
-V = RankState.WAITS_FOR_DEVICE
+V, L = RankState.WAITS_FOR_DEVICE, RankState.WAITS_FOR_LOCK
 
 
-def hang(lagging=(), steps=None):
+def hang(lagging=(), steps=None, made=9):
     steps = steps or dict.fromkeys(range(3), 41)
     return HangFinding(
         phase="step",
         limit_s=60.0,
         silent_s=62.0,
-        step=41,
+        step=41 if made else None,
         lagging=lagging,
         steps=steps,
         silences_s=dict.fromkeys(steps, 63.4),
+        steps_made=made,
     )
 
 
@@ -44,6 +45,8 @@ def verdicts(*states):
         ((C, V, C), (), (), FailureClass.HANG_COLLECTIVE),
         ((X, X, X), (), (), FailureClass.HANG_COLLECTIVE),
         ((U, U, U), (), (0, 1, 2), FailureClass.HANG_NO_PROGRESS),
+        ((C, L, C), (), (1,), FailureClass.HANG_NO_PROGRESS),
+        ((L, U, L), (), (1,), FailureClass.HANG_NO_PROGRESS),
     ],
 )
 def test_who_is_blamed(states, lagging, ranks, failure_class):
@@ -51,6 +54,25 @@ def test_who_is_blamed(states, lagging, ranks, failure_class):
 
     assert (found.ranks, found.failure_class) == (ranks, failure_class)
     assert (found.confidence is Confidence.SYMPTOM_ONLY) is (not ranks)
+
+
+@pytest.mark.parametrize("states", [(U, U, U), (U, X, U), (L, L, L), (X, X), (U,)])
+@pytest.mark.parametrize("lagging", [(), (0,)])
+def test_nobody_is_named_where_all_stand_in_their_own_start(states, lagging):
+    start = hang(lagging, steps=dict.fromkeys(range(3)), made=0)
+    found = blame(start, verdicts(*states))
+
+    assert (found.ranks, found.confidence) == ((), Confidence.SYMPTOM_ONLY)
+    assert found.failure_class is FailureClass.HANG_NO_PROGRESS
+    text = sentence(start, found)
+    assert text.startswith("ranks 0-2 (no step known): none has made a step or waits for another")
+
+
+@pytest.mark.parametrize(
+    ("states", "ranks"), [((C, U, C), (1,)), ((C, C, C), ()), ((U, S, U), (1,)), ((U, D, L), (1,))]
+)
+def test_in_a_start_too_the_one_that_the_others_wait_for_is_named(states, ranks):
+    assert blame(hang(steps=dict.fromkeys(range(3)), made=0), verdicts(*states)).ranks == ranks
 
 
 def test_the_kernels_word_goes_before_steps_and_places():

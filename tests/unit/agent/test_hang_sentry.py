@@ -1,6 +1,8 @@
 """The sentry: suspicion, evidence from a thread, one report; with a fake reader and clock."""
 
+import itertools
 import threading
+import time
 
 import pytest
 from support.monitors import evidence_of, report_of
@@ -13,6 +15,7 @@ from gpuops.agent.monitors.evidence import EVIDENCE_S, StackFrame, Stacks, Threa
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
 from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import ProcessDetails
+from gpuops.host.process.traffic import TrafficKind
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Role, Side
 from gpuops.wire.ring import Beat, StepSource, WorkerPhase
@@ -31,11 +34,15 @@ class FakeReader:
         self.blocked.set()
         self.files = set()
         self.asked = []
+        self.moved = {}  # by rank, an iterator over what its connections have received
 
     def inspect(self, pid):
         self.blocked.wait()
         state = self.ranks[pid - 100][0]
         return None if state is None else ProcessDetails(state=state, cpu_s=1.0)
+
+    def traffic(self, pids):
+        return {pid: next(self.moved[pid - 100]) for pid in pids if pid - 100 in self.moved}
 
     def dump(self, targets, wait_s):
         self.asked += [target.rank for target in targets]
@@ -250,6 +257,151 @@ def test_who_is_seen_at_work_for_longer_than_a_phase_may_last_hangs(tmp_path):
     assert report.culprits == (Entity(EntityKind.RANK, "0"),)
 
 
+def start(tmp_path, reader, **kwargs):
+    """Return a node in its second generation: the first one stepped, so heartbeats are expected."""
+    node = Node(tmp_path, reader, timeout_s=kwargs.pop("timeout_s", None), **kwargs).steps(20)
+    node.sentry.begin(node.watched)
+    return node
+
+
+def hang_after(node, limit_s=20_000):
+    """Return after how many seconds a hang is reported, with the report."""
+    begun_ns = node.clock.mono_ns()
+    while node.clock.mono_ns() - begun_ns < limit_s * 1e9:
+        report = node.silence(1)
+        node.gathered()
+        if report is not None:
+            return (node.clock.mono_ns() - begun_ns) / 1e9, report
+    raise AssertionError("no hang")
+
+
+def downloading():
+    reader = FakeReader(r0=("S", SLEEPS), r1=("S", WAITS))
+    reader.moved[0] = ({(TrafficKind.RECEIVED, 7): 2000 * n} for n in itertools.count())
+    return reader
+
+
+@pytest.mark.parametrize("reader", [moving, downloading])
+@pytest.mark.parametrize("timeout_s", [None, 30.0], ids=["learned", "asked of steps"])
+def test_a_start_that_loads_for_a_quarter_of_an_hour_is_no_hang(tmp_path, reader, timeout_s):
+    """120 s and 15 min; the rank reads, downloads or decodes."""
+    node = start(tmp_path, reader(), timeout_s=timeout_s)
+    for _ in range(900):
+        assert node.silence(1) is None
+        node.gathered()
+    node.steps(1)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0], ids=["learned", "asked of steps"])
+def test_a_start_that_hangs_is_one_after_its_floor(tmp_path, timeout_s):
+    after_s, report = hang_after(start(tmp_path, stuck(), timeout_s=timeout_s))
+
+    assert 600 < after_s < 606
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+
+
+def test_who_never_ends_loading_hangs_after_an_hour(tmp_path):
+    assert 3600 <= hang_after(start(tmp_path, moving()))[0] <= 3620
+
+
+def test_a_silence_in_which_bytes_move_may_last_longer_than_one_in_which_frames_do(tmp_path):
+    node = Node(tmp_path, downloading(), timeout_s=None).steps(20)
+
+    assert 3600 <= hang_after(node)[0] <= 3620
+
+
+def test_a_start_in_which_all_load_names_nobody(tmp_path):
+    reader = FakeReader(r0=("S", SLEEPS), r1=("S", SLEEPS))
+    _, report = hang_after(start(tmp_path, reader))
+
+    assert (report.culprits, report.confidence) == ((), Confidence.SYMPTOM_ONLY)
+    assert report.failure_class is FailureClass.HANG_NO_PROGRESS
+    assert [end.signature for end in report.ends] == ["hang at train.py in lost"] * 2
+
+
+def verdict_at(node, steps):
+    """Return how long after its *steps* the job is called hung; it is ended and started again."""
+    node.steps(steps)
+    after_s, _ = hang_after(node)
+    evidence_of(node.sentry, node.clock, 5.0)
+    node.sentry.begin(node.watched)
+    node.seq = 0
+    return round(after_s)
+
+
+def test_a_limit_is_raised_while_restarts_get_the_run_no_further(tmp_path):
+    node = Node(tmp_path, stuck(), timeout_s=None)
+
+    assert [verdict_at(node, 20) for _ in range(3)] == [61, 180, 540]
+    assert verdict_at(node, 30) == 61, "it came further: another hang"
+
+
+def test_what_the_kernel_says_or_the_user_asked_for_is_not_put_off(tmp_path):
+    stopped = FakeReader(r0=("S", WAITS), r1=("D", WAITS))
+    node = Node(tmp_path, stopped, timeout_s=None)
+    assert [verdict_at(node, 20) for _ in range(3)] == [61] * 3
+    asked = Node(tmp_path, stuck())
+    assert [verdict_at(asked, 20) for _ in range(2)] == [12] * 2
+
+
+def test_samples_begin_before_the_limit_so_that_many_are_there_at_it(tmp_path):
+    reader = stuck()
+    reader.blocked.clear()
+    node = Node(tmp_path, reader, timeout_s=None).steps(20)
+
+    assert node.silence(54) is None
+    assert not _threads()
+    node.silence(1)
+    assert _threads()
+    assert node.sentry.is_suspicious
+    reader.blocked.set()
+    node.gathered()
+    node.steps(1)
+    assert not node.sentry.is_suspicious
+
+
+def test_evidence_has_one_deadline_however_often_it_is_asked_for(tmp_path):
+    reader = stuck()
+    reader.blocked.clear()
+    node = Node(tmp_path, reader).steps(8)
+    node.silence(11)
+    node.silence(EVIDENCE_S + HOLD_S)
+    begun_s = time.monotonic()
+    evidence_of(node.sentry, node.clock, 600.0)
+    reader.blocked.set()
+
+    assert time.monotonic() - begun_s < 300
+    node.gathered()
+
+
+@pytest.mark.parametrize("state", ["T", "D"])
+def test_whoever_notices_a_hang_first_each_node_reports_what_its_ranks_do(tmp_path, state):
+    """The node with the cause may be the slower one."""
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=(state, WAITS))).steps(8)
+    assert node.look() is None
+    evidence_of(node.sentry, node.clock, 30.0)
+    report = node.look()
+
+    assert report.culprits[0] == Entity(EntityKind.RANK, "1")
+    assert report.blames_node is (state == "D")
+    assert {end.rank: end.role for end in report.ends} == {0: Role.SYMPTOM, 1: Role.ROOT}
+
+
+@pytest.mark.parametrize("r1", [("S", WAITS), ("R", [SLEEPS, WAITS])], ids=["waits", "works"])
+def test_a_node_whose_ranks_wait_or_work_blames_none_of_them_for_anothers_hang(tmp_path, r1):
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=r1)).steps(8)
+    evidence_of(node.sentry, node.clock, 30.0)
+
+    assert node.look().culprits == ()
+
+
+def test_workers_that_have_ended_are_not_reported_as_anothers_hang(tmp_path):
+    node = Node(tmp_path, FakeReader(r0=("S", WAITS), r1=(None, WAITS))).steps(8)
+    evidence_of(node.sentry, node.clock, 30.0)
+
+    assert node.look() is None
+
+
 def test_what_the_user_asked_for_is_held_against_everyone(tmp_path):
     node = Node(tmp_path, moving()).steps(8)
     node.silence(11)
@@ -321,8 +473,8 @@ def test_a_node_that_noticed_nothing_gathers_when_asked(tmp_path):
 
     evidence = evidence_of(node.sentry, node.clock, 30.0)
 
-    assert [item.role for item in evidence] == [Role.SYMPTOM, Role.SYMPTOM]
-    assert "is in lost" in evidence[1].text
+    assert [item.role for item in evidence] == [Role.ROOT, Role.SYMPTOM]
+    assert "is in lost" in evidence[0].text
     node.sentry.close()
     assert evidence_of(node.sentry, node.clock, 1.0) == ()
 

@@ -12,6 +12,7 @@ from gpuops.agent.monitors.evidence import (
 )
 from gpuops.agent.monitors.rank_state import RankState, judge_rank
 from gpuops.host.process.inspect import ProcessDetails
+from gpuops.host.process.traffic import TrafficKind
 
 TARGET = EvidenceTarget(rank=1, local_rank=1, pid=77)
 SITE = "/venv/lib/python3.11/site-packages"
@@ -27,11 +28,16 @@ def facts(*samples, line=None):
     return RankFacts(target=TARGET, samples=tuple(samples), source_line=line)
 
 
-def sample(at_s=0.0, state="S", cpu_s=0.0, io=0, wchan=None, **seen):
+def sample(at_s=0.0, state="S", cpu_s=0.0, wchan=None, waits=None, on_cpu_s=None, **seen):
     process = None
     if state is not None:
         process = ProcessDetails(
-            state=state, cpu_s=cpu_s, io_bytes=io, wchan=wchan, kernel_stack=("f",)
+            state=state,
+            cpu_s=cpu_s,
+            wchan=wchan,
+            kernel_stack=("f",),
+            main_waits=waits,
+            main_cpu_s=on_cpu_s,
         )
     return WorkerSample(at_s=at_s, process=process, **seen)
 
@@ -191,12 +197,67 @@ def test_the_words_of_two_sources_are_not_compared():
     assert not seen.is_moving
 
 
-@pytest.mark.parametrize(("io", "moving"), [(2**20 - 1, False), (2**20, True), (None, False)])
-def test_who_writes_much_is_at_work(io, moving):
+FILES, RECEIVED, SENT = TrafficKind
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moving"),
+    [
+        ({(FILES, 7): 0}, {(FILES, 7): 2**20 - 1}, False),
+        ({(FILES, 7): 0}, {(FILES, 7): 2**20}, True),
+        ({(FILES, 7): 9}, {(FILES, 7): 9, (FILES, 8): 2**20}, True),
+        ({(SENT, 5): 0}, {(SENT, 5): 2**20}, True),
+        ({(SENT, 5): 0}, {(SENT, 5): 2**13}, False),
+        ({(RECEIVED, 5): 100}, {(RECEIVED, 5): 100 + 2**13}, True),
+        ({(RECEIVED, 5): 100}, {(RECEIVED, 5): 99 + 2**13}, False),
+        ({}, {(RECEIVED, n): 60 for n in range(1000)}, False),
+        ({(RECEIVED, 5): 2**30}, {}, False),
+        (None, {(FILES, 7): 2**30}, False),
+    ],
+    ids=["a little", "reads", "a child reads", "sends", "sends a little", "slow socket", "less",
+         "a thousand heartbeats", "closed", "seen once"],
+)  # fmt: skip
+def test_who_moves_bytes_is_at_work(before, now, moving):
     here = stacks(USER)
-    seen = judge_rank(facts(sample(0.0, spied=here), sample(0.3, spied=here, io=io)))
+    seen = judge_rank(
+        facts(sample(0.0, spied=here, traffic=before), sample(8.0, spied=here, traffic=now))
+    )
+
+    assert (seen.is_moving, seen.moves_bytes) == (moving, moving)
+    assert seen.how.endswith("; it moved bytes meanwhile") is moving
+
+
+@pytest.mark.parametrize(
+    ("waits", "on_cpu_s", "moving"),
+    [(800, 0.16, True), (1600, 0.1, False), (15, 4.0, False), (0, 8.0, False), (None, None, False)],
+    ids=["evaluates in one line", "polls", "waits seldom", "spins", "not known"],
+)
+def test_who_waits_again_and_again_and_computes_in_between_is_at_work(waits, on_cpu_s, moving):
+    here = stacks(USER)
+    first = sample(0.0, spied=here, waits=waits and 0, on_cpu_s=on_cpu_s and 0.0)
+    seen = judge_rank(facts(first, sample(8.0, spied=here, waits=waits, on_cpu_s=on_cpu_s)))
 
     assert seen.is_moving is moving
+    in_collective = COLLECTIVES["all_reduce"]
+    first = sample(0.0, spied=stacks(*in_collective), waits=0, on_cpu_s=0.0)
+    last = sample(8.0, spied=stacks(*in_collective), waits=waits, on_cpu_s=on_cpu_s)
+    assert not judge_rank(facts(first, last)).is_moving
+
+
+def test_a_lock_of_a_jit_build_is_named_and_asking_for_it_is_no_work():
+    baton = StackFrame(f"{SITE}/torch/utils/file_baton.py", 50, "wait")
+    load = StackFrame(f"{SITE}/torch/utils/cpp_extension.py", 2300, "_jit_compile")
+    asks = StackFrame("/usr/lib/python3.11/genericpath.py", 19, "exists")
+    seen = judge_rank(
+        facts(
+            sample(0.0, spied=stacks(asks, baton, load, USER), waits=0, on_cpu_s=0.0),
+            sample(8.0, spied=stacks(baton, load, USER), waits=80, on_cpu_s=1.0),
+        )
+    )
+
+    assert (seen.state, seen.is_moving) == (RankState.WAITS_FOR_LOCK, False)
+    assert "a killed build left the file `lock`" in seen.how
+    assert "TORCH_EXTENSIONS_DIR" in seen.how
 
 
 def test_nothing_seen_is_said_to_be_unknown():

@@ -16,7 +16,7 @@ from gpuops.host.process.pyspy import TRIES, dump, find_pyspy
 TOOLS = str(Path(sys.executable).parent)
 
 
-def fake(root, *, state="S", status="", io=None, stack=None, wchan="0"):
+def fake(root, *, state="S", status="", stack=None, wchan="0"):
     fields = [state, *["1"] * 10, "250", "150", *["1"] * 6, "777", *["0"] * 20]
     stat = f"42 (a (b) c) {' '.join(fields)}\n"
     for folder in (root / "proc/42", root / "proc/42/task/42"):
@@ -24,8 +24,6 @@ def fake(root, *, state="S", status="", io=None, stack=None, wchan="0"):
         (folder / "stat").write_text(stat)
         (folder / "wchan").write_text(wchan)
     (root / "proc/42/status").write_text(status)
-    if io is not None:
-        (root / "proc/42/io").write_text(io)
     if stack is not None:
         (root / "proc/42/stack").write_text(stack)
     return root
@@ -35,14 +33,14 @@ def test_what_proc_says_is_read(tmp_path):
     root = fake(
         tmp_path,
         state="D",
-        status="Name:\tx\nSigIgn:\t0000000000000000\nSigCgt:\t0000000000000a00\n",
-        io="rchar: 100\nwchar: 50\nread_bytes: 7\n",
+        status="Name:\tx\nSigIgn:\t0000000000000000\nSigCgt:\t0000000000000a00\n"
+        "voluntary_ctxt_switches:\t150\nnonvoluntary_ctxt_switches:\t3\n",
         stack="[<0>] nfs_wait+0x1/0x2\n[<0>] vfs_read+0x3/0x4\n",
         wchan="nfs_wait",
     )
     look = read_details(42, root)
 
-    assert (look.state, look.wchan, look.io_bytes) == ("D", "nfs_wait", 150)
+    assert (look.state, look.wchan, look.main_waits) == ("D", "nfs_wait", 150)
     assert look.kernel_stack == ("[<0>] nfs_wait+0x1/0x2", "[<0>] vfs_read+0x3/0x4")
     assert look.caught == {signal.SIGUSR1, signal.SIGUSR2}
     assert look.cpu_s == 400 / os.sysconf("SC_CLK_TCK")
@@ -51,7 +49,8 @@ def test_what_proc_says_is_read(tmp_path):
 def test_what_is_not_told_is_none(tmp_path):
     look = read_details(42, fake(tmp_path, status="SigCgt:\tnonsense\n"))
 
-    assert (look.wchan, look.io_bytes, look.kernel_stack, look.caught) == (None, None, (), set())
+    assert (look.wchan, look.kernel_stack, look.caught) == (None, (), set())
+    assert (look.main_waits, look.main_cpu_s) == (None, None)
     assert read_details(43, tmp_path) is None
 
 

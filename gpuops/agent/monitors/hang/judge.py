@@ -30,7 +30,8 @@ class HangFinding:
 
     ``lagging`` are the ranks that the heartbeats alone identify: with fewer steps than the others,
     or silent while others are not; none where all are at the same step. ``phase`` and the times are
-    those of the rank that exceeded its limit last.
+    those of the rank that exceeded its limit last. ``steps_made``: the most of any rank in this
+    generation.
     """
 
     phase: str
@@ -40,6 +41,7 @@ class HangFinding:
     lagging: tuple[int, ...]
     steps: Mapping[int, int | None]
     silences_s: Mapping[int, float]
+    steps_made: int = 1
 
 
 @dataclass(slots=True)
@@ -156,9 +158,13 @@ class HangJudge:
                 left_s.append(timer.limit_s(rank, self.limits) - self._silent_s(timer, now_ns))
         return max(left_s)
 
-    def judge(self, now_ns: int) -> HangFinding | None:
-        """Return the present hang, if any; may be called at any interval."""
+    def judge(self, now_ns: int, ahead_s: float = 0.0) -> HangFinding | None:
+        """Return the present hang, if any; may be called at any interval.
+
+        With *ahead_s* the one that there will be then, unless a rank makes progress.
+        """
         self._update_time(now_ns)
+        now_ns += round(ahead_s * NS)
         late = {
             rank: (silent_s - limit_s, silent_s, limit_s)
             for rank, timer in self._ranks.items()
@@ -173,6 +179,13 @@ class HangJudge:
         worst = min(lagging or late, key=lambda rank: late.get(rank, (0.0, 0.0, 0.0)))
         _, silent_s, limit_s = late.get(worst) or min(late.values())
         return self._finding(worst, silent_s, limit_s, lagging, now_ns)
+
+    def present(self, now_ns: int) -> HangFinding:
+        """Return the state of the ranks as a hang, which the agent of another node has noticed."""
+        silences_s = self.silences_s(now_ns)
+        worst = min(silences_s, key=lambda rank: silences_s[rank])
+        limit_s = self._ranks[worst].limit_s(worst, self.limits)
+        return self._finding(worst, silences_s[worst], limit_s, (), now_ns)
 
     def stopped(self, lasted_s: Mapping[int, float], limit_s: float, now_ns: int) -> HangFinding:
         """Return the hang of ranks that have been stopped for *lasted_s* seconds."""
@@ -190,6 +203,7 @@ class HangJudge:
             lagging=lagging,
             steps=self.steps,
             silences_s=self.silences_s(now_ns),
+            steps_made=max(timer.steps_made for timer in self._ranks.values()),
         )
 
     def is_beatless(self, now_ns: int) -> bool:

@@ -4,7 +4,6 @@ Nothing here waits: a thread collects the evidence, and a poll only checks wheth
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from gpuops.agent.elastic.workers import Worker
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import (
     EVIDENCE_S,
+    LEAD_S,
     LONG_SAMPLES_S,
     SAMPLES_S,
     EvidenceCollector,
@@ -19,6 +19,7 @@ from gpuops.agent.monitors.evidence import (
     SystemEvidenceReader,
 )
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
+from gpuops.agent.monitors.hang.patience import VerdictHistory, at_work_limit_s
 from gpuops.agent.monitors.hang.report import (
     HangCulprits,
     NodeHangView,
@@ -26,7 +27,7 @@ from gpuops.agent.monitors.hang.report import (
     evidence_of,
     to_suspicion,
 )
-from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S, STEP_FLOOR_S, limits_for
+from gpuops.agent.monitors.hang.timeouts import STEP_FLOOR_S, limits_for
 from gpuops.agent.monitors.rank_state import (
     RankDiagnosis,
     RankState,
@@ -36,7 +37,7 @@ from gpuops.agent.monitors.rank_state import (
 )
 from gpuops.host.clock import Clock
 from gpuops.incident.suspicion import Suspicion
-from gpuops.model import Evidence
+from gpuops.model import Evidence, FailureClass
 from gpuops.wire.ring import Beat, WorkerFlag
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,17 @@ NAMED_MAX = 8
 _GONE = frozenset({None, "Z", "X"})
 # Ranks found at work are judged again after as long as they have been silent, and at least this.
 RECHECK_S = 30.0
+# Classes for which only silence speaks; the kernel or the interpreter reports the others.
+_BY_SILENCE = frozenset({FailureClass.HANG_NO_PROGRESS, FailureClass.HANG_COLLECTIVE})
 
 
 @dataclass(slots=True)
 class _OpenHang:
-    hang: HangFinding
-    since_ns: int
+    """A possible hang; ``hang`` and ``since_ns`` None until a rank exceeds its limit."""
+
     collector: EvidenceCollector
+    hang: HangFinding | None = None
+    since_ns: int | None = None
     done_ns: int | None = None
 
 
@@ -72,7 +77,7 @@ class HangMonitor(Monitor):
         env: Mapping[str, str],
         *,
         reader: SystemEvidenceReader | None = None,
-        pause: Callable[[float], object] = time.sleep,
+        pause: Callable[[float], object] | None = None,
         state: Callable[[int], str | None] = state_of,
     ) -> None:
         self._clock = clock
@@ -84,6 +89,7 @@ class HangMonitor(Monitor):
         self._pause = pause
         self._state_of = state
         self._stopped = StoppedRanks()
+        self._verdicts = VerdictHistory()
         self._states: Mapping[int, str | None] = {}
         self._has_warned = False
         self._watched: MonitoredAttempt | None = None
@@ -114,20 +120,30 @@ class HangMonitor(Monitor):
         return () if self._found is None else (self._found,)
 
     def evidence(self, deadline_ns: int) -> tuple[Evidence, ...]:
-        """Return evidence on the workers here, collected now unless it has been before."""
-        watched, open_hang = self._watched, self._open_hang
-        if watched is None:
+        """Return evidence on the workers here, collected now unless it has been before.
+
+        From then on `poll` returns the hang as it looks here, whichever node noticed it first: what
+        is reported of it does not depend on which machine is quicker.
+        """
+        watched, now_ns = self._watched, self._clock.mono_ns()
+        if watched is None or not watched.workers:
             return ()
-        if open_hang is not None:
-            collector = open_hang.collector
-        else:
-            collector = self._collector(watched, SAMPLES_S)
-            collector.start()
-        collector.wait(max(0.0, (deadline_ns - self._clock.mono_ns()) / NS))
-        diagnoses = _diagnoses(collector)
-        blamed = self._blame(open_hang, diagnoses).ranks if open_hang is not None else ()
-        view = self._view(watched, self._clock.mono_ns())
-        return evidence_of(view, collector.facts, diagnoses, blamed)
+        open_hang = self._open_hang or self._start_collecting(watched, SAMPLES_S)
+        collector = open_hang.collector
+        collector.hurry()
+        if open_hang.since_ns is not None:
+            deadline_ns = min(deadline_ns, open_hang.since_ns + round(EVIDENCE_S * NS))
+        collector.wait(max(0.0, (deadline_ns - now_ns) / NS))
+        diagnoses, now_ns = _diagnoses(collector), self._clock.mono_ns()
+        hang, suspects = open_hang.hang, diagnoses
+        if hang is None:
+            hang = self._judge.present(now_ns)
+            suspects = {rank: each for rank, each in diagnoses.items() if not each.is_moving}
+        found, view = self._blame(hang, suspects), self._view(watched, now_ns)
+        self._verdicts.add(hang)
+        if self._is_on and self._found is None and not _any_exited(diagnoses):
+            self._found = to_suspicion(view, hang, found, diagnoses)
+        return evidence_of(view, collector.facts, diagnoses, found.ranks)
 
     def close(self) -> None:
         """Forget the workers; a thread that still collects evidence ends by itself."""
@@ -152,10 +168,13 @@ class HangMonitor(Monitor):
 
     def _poll(self, watched: MonitoredAttempt, now_ns: int) -> Suspicion | None:
         hang = self._judge.judge(now_ns) or self._find_stopped(watched, now_ns)
+        if hang is None and self._is_near(now_ns):
+            self._open_hang = self._open_hang or self._start_collecting(watched, LONG_SAMPLES_S)
+            return None
         if hang is None:
-            if self._open_hang is not None:
+            if self._open_hang is not None and self._open_hang.hang is not None:
                 log.info("a suspected hang has ended: the ranks make progress")
-                self._open_hang = None
+            self._open_hang = None
             if self._judge.is_beatless(now_ns):
                 log.warning(
                     "hangs cannot be judged: no optimizer step of any rank was observed; call"
@@ -163,11 +182,21 @@ class HangMonitor(Monitor):
                 )
             self._warn_of_lingering(watched, now_ns)
             return None
-        if self._open_hang is None:
-            self._suspect(watched, hang, now_ns)
-            return None
-        self._open_hang.hang = hang
-        return self._conclude(watched, self._open_hang, now_ns)
+        is_new, open_hang = self._open_hang is None, self._open_hang
+        if open_hang is None:
+            samples_s = LONG_SAMPLES_S if self._is_ours(hang) else SAMPLES_S
+            open_hang = self._open_hang = self._start_collecting(watched, samples_s)
+        open_hang.hang = hang
+        open_hang.since_ns = open_hang.since_ns or now_ns
+        return None if is_new else self._conclude(watched, open_hang, hang, now_ns)
+
+    def _is_near(self, now_ns: int) -> bool:
+        near = self._judge.judge(now_ns, LEAD_S)
+        return near is not None and self._is_ours(near)
+
+    def _is_ours(self, hang: HangFinding) -> bool:
+        """Return whether the limit of *hang* is learned or a floor, not what the user set."""
+        return self._is_learned or hang.limit_s > (self._judge.limits.asked_s or 0.0)
 
     def _find_stopped(self, watched: MonitoredAttempt, now_ns: int) -> HangFinding | None:
         """Return the hang of stopped workers, whatever phase they are in."""
@@ -199,33 +228,31 @@ class HangMonitor(Monitor):
             alive[0].pid,
         )
 
-    def _suspect(self, watched: MonitoredAttempt, hang: HangFinding, now_ns: int) -> None:
-        collector = self._collector(watched, LONG_SAMPLES_S if self._is_learned else SAMPLES_S)
-        self._open_hang = _OpenHang(hang, now_ns, collector)
-        collector.start()
-
-    def _collector(
-        self, watched: MonitoredAttempt, samples_s: Sequence[float]
-    ) -> EvidenceCollector:
+    def _start_collecting(self, watched: MonitoredAttempt, samples_s: Sequence[float]) -> _OpenHang:
         targets = [_target(worker) for worker in watched.workers]
-        return EvidenceCollector(targets, self._reader, self._env, samples_s, pause=self._pause)
+        collector = EvidenceCollector(
+            targets, self._reader, self._env, samples_s, pause=self._pause
+        )
+        collector.start()
+        return _OpenHang(collector)
 
     def _conclude(
-        self, watched: MonitoredAttempt, open_hang: _OpenHang, now_ns: int
+        self, watched: MonitoredAttempt, open_hang: _OpenHang, hang: HangFinding, now_ns: int
     ) -> Suspicion | None:
-        if not open_hang.collector.is_done and now_ns - open_hang.since_ns < EVIDENCE_S * NS:
+        since_ns = open_hang.since_ns or now_ns
+        if not open_hang.collector.is_done and now_ns - since_ns < EVIDENCE_S * NS:
             return None
         open_hang.done_ns = open_hang.done_ns or now_ns
         diagnoses = _diagnoses(open_hang.collector)
-        found = self._blame(open_hang, diagnoses)
+        found = self._blame(hang, diagnoses)
         if all(diagnosis.state is RankState.EXITED for diagnosis in diagnoses.values()):
             return None  # an exit, not a hang; the agent handles those
-        if self._excuses(open_hang.hang, found, diagnoses, now_ns):
+        if self._excuses(hang, found, diagnoses, now_ns):
             self._open_hang = None
             return None
         if not found.ranks and now_ns - open_hang.done_ns < HOLD_S * NS:
             return None
-        return to_suspicion(self._view(watched, now_ns), open_hang.hang, found, diagnoses)
+        return to_suspicion(self._view(watched, now_ns), hang, found, diagnoses)
 
     def _excuses(
         self,
@@ -234,17 +261,32 @@ class HangMonitor(Monitor):
         diagnoses: Mapping[int, RankDiagnosis],
         now_ns: int,
     ) -> bool:
-        """Accept a silence beyond a learned limit while a rank is found at work.
+        """Accept a silence beyond a limit of ours while a rank is found at work.
 
-        It may be an evaluation that the script did not label. Valid up to the limit of a phase.
+        It may be an evaluation that the script did not label. Accept it also where the run came no
+        further after the last verdict, and nothing but the silence speaks against a rank.
         """
+        if not self._is_ours(hang):
+            return False
+        if found.failure_class in _BY_SILENCE:
+            raised_s = self._verdicts.limit_s(hang)
+            if hang.silent_s < raised_s:
+                self._judge.excuse_until(now_ns + round((raised_s - hang.silent_s) * NS))
+                log.warning(
+                    "no progress for %.0f s, and a restart did not get the run further:"
+                    " the limit of this phase (%s) is raised from %.0f to %.0f s",
+                    *(hang.silent_s, hang.phase, hang.limit_s, raised_s),
+                )
+                return True
         at_work = [rank for rank, diagnosis in diagnoses.items() if diagnosis.is_moving]
-        cap_s = self._judge.limits.factor * PHASE_FLOOR_S
-        if not self._is_learned or not at_work or hang.silent_s >= cap_s:
+        limit_s = at_work_limit_s(
+            hang, [diagnoses[rank] for rank in at_work], self._judge.limits.factor
+        )
+        if not at_work or hang.silent_s >= limit_s:
             return False
         if any(not diagnoses[rank].is_moving for rank in found.ranks):
             return False
-        again_s = min(max(hang.silent_s, RECHECK_S), cap_s - hang.silent_s)
+        again_s = min(max(hang.silent_s, RECHECK_S), limit_s - hang.silent_s)
         self._judge.excuse_until(now_ns + round(again_s * NS))
         log.warning(
             "no step for %.0f s (limit %.0f s), but rank %d %s; next check in %.0f s."
@@ -253,19 +295,26 @@ class HangMonitor(Monitor):
         )
         return True
 
-    def _blame(self, open_hang: _OpenHang, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits:
+    def _blame(self, hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits:
         finished = [rank for rank in self._judge.finished if rank in diagnoses]
         running = {rank: v for rank, v in diagnoses.items() if rank not in finished}
-        return blame(open_hang.hang, running, finished)
+        return blame(hang, running, finished)
 
     def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
         return NodeHangView(
-            watched=watched, steps=self._judge.steps, silences_s=self._judge.silences_s(now_ns)
+            watched=watched,
+            now_ns=now_ns,
+            steps=self._judge.steps,
+            silences_s=self._judge.silences_s(now_ns),
         )
 
 
 def _diagnoses(collector: EvidenceCollector) -> dict[int, RankDiagnosis]:
     return {rank: judge_rank(facts) for rank, facts in collector.facts.items()}
+
+
+def _any_exited(diagnoses: Mapping[int, RankDiagnosis]) -> bool:
+    return any(diagnosis.state is RankState.EXITED for diagnosis in diagnoses.values())
 
 
 def _target(worker: Worker) -> EvidenceTarget:

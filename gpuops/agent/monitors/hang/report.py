@@ -10,10 +10,12 @@ from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 from gpuops.incident.decision import RankEnd, ReportKind
 from gpuops.incident.evidence import format_ranks
+from gpuops.incident.signature import hang_signature
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side
 from gpuops.scrub import scrub, scrub_lines
+from gpuops.units import NS_PER_S
 
 # States whose ranks are to blame regardless of their steps, in the order of precedence.
 _DECISIVE = (
@@ -62,8 +64,17 @@ def blame(
 
 
 def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits | None:
-    """Blame the ranks that are behind; else those that are not in a collective."""
-    elsewhere = sorted(r for r, v in diagnoses.items() if v.state is RankState.IN_USER_CODE)
+    """Blame the ranks that are behind; else those that are not in a collective.
+
+    Nobody where no rank has made a step and none waits for another: each stands in its own start.
+    """
+    elsewhere = _in_state(diagnoses, RankState.IN_USER_CODE)
+    elsewhere = elsewhere or _in_state(diagnoses, RankState.WAITS_FOR_LOCK)
+    if _all_in_own_start(hang, diagnoses):
+        how = next((diagnoses[rank].how for rank in elsewhere), "none could be inspected")
+        how = f"none has made a step or waits for another, each is in its own start (one {how})"
+        failure_class = FailureClass.HANG_NO_PROGRESS
+        return HangCulprits((), failure_class, Side.AMBIGUOUS, Confidence.SYMPTOM_ONLY, how)
     behind = [rank for rank in hang.lagging if rank in diagnoses]
     # A rank that waits in a collective is behind because another rank never joined it.
     named = [rank for rank in behind if rank in elsewhere] or elsewhere or behind
@@ -72,6 +83,16 @@ def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> H
     ranks, how = tuple(named), diagnoses[named[0]].how
     failure_class = FailureClass.HANG_NO_PROGRESS
     return HangCulprits(ranks, failure_class, Side.AMBIGUOUS, Confidence.PROBABLE, how)
+
+
+def _in_state(diagnoses: Mapping[int, RankDiagnosis], state: RankState) -> list[int]:
+    return sorted(rank for rank, diagnosis in diagnoses.items() if diagnosis.state is state)
+
+
+def _all_in_own_start(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> bool:
+    if hang.steps_made:
+        return False
+    return bool(diagnoses) and not any(v.state.waits_for_others for v in diagnoses.values())
 
 
 def _by_absence(finished: Sequence[int]) -> HangCulprits:
@@ -91,7 +112,7 @@ def sentence(hang: HangFinding, found: HangCulprits) -> str:
     where = "no step known" if step is None else f"last step {step}"
     silent_s = next((hang.silences_s[r] for r in ranks if r in hang.silences_s), hang.silent_s)
     who = f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
-    if not found.ranks and len(ranks) > 1:
+    if not found.ranks and len(ranks) > 1 and hang.steps_made:
         who = f"none of the ranks {format_ranks(ranks)} is behind"
     return (
         f"{who} ({where}): {found.why}; silent for {silent_s:.0f} s,"
@@ -104,6 +125,7 @@ class NodeHangView:
     """The generation on this node, with the steps and silences of its ranks."""
 
     watched: MonitoredAttempt
+    now_ns: int
     steps: Mapping[int, int | None]
     silences_s: Mapping[int, float]
 
@@ -130,6 +152,7 @@ def to_suspicion(
         node=node if found.failure_class is FailureClass.HANG_D_STATE else None,
         side=found.side,
         kind=ReportKind.HANG,
+        since_ns=view.now_ns - round(hang.silent_s * NS_PER_S),
         ends=tuple(
             _end(view, worker, diagnoses[worker.rank], found)
             for worker in sorted(view.watched.workers, key=lambda w: w.rank)
@@ -151,10 +174,18 @@ def _end(
         role=Role.ROOT if is_blamed else Role.SYMPTOM,
         failure_class=found.failure_class if is_blamed else class_of(diagnosis.state),
         side=found.side if is_blamed else Side.AMBIGUOUS,
+        signature=_signature(diagnosis),
         step=view.steps.get(worker.rank),
         summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{diagnosis.how}"),
         log_path=None if log_path is None else str(log_path),
     )
+
+
+def _signature(diagnosis: RankDiagnosis) -> str | None:
+    """Return where a rank stands in the program's own code; None where it waits for others."""
+    if diagnosis.state is not RankState.IN_USER_CODE:
+        return None
+    return hang_signature((frame.file, frame.function) for frame in diagnosis.frames)
 
 
 def evidence_of(

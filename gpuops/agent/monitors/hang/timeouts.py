@@ -5,7 +5,9 @@ for the run, across restarts. Times are seconds.
 
 The floors: a step takes seconds and a stall of a shared file system under a minute, hence 60 s;
 compilation, loading and evaluation take minutes, and torch's own timeout of a gloo or NCCL
-collective ends a hang in them after 10 to 30 minutes, hence 600 s.
+collective ends a hang in them after 10 to 30 minutes, hence 600 s. The first step keeps that floor
+after a restart, however short the first step of a fresh start was: that one loaded no checkpoint
+and skipped no data.
 """
 
 import math
@@ -99,6 +101,10 @@ class HangTimeouts:
 
     def first_step(self) -> float:
         """Return the limit from a worker's start to its first step."""
+        return max(self.factor * PHASE_FLOOR_S, self._second_step())
+
+    def _second_step(self) -> float:
+        """Return the limit of the steps after the first, while they may still compile."""
         floor_s = PHASE_FLOOR_S
         if self._first_step_s is not None:
             floor_s = max(STEP_FLOOR_S, LONGEST_FACTOR * self._first_step_s)
@@ -115,12 +121,12 @@ class HangTimeouts:
         known = [own] if own is not None and own.suffice else list(self._steps.values())
         known = [gaps for gaps in known if gaps.suffice]
         if not known:
-            return self.first_step()
+            return self._second_step()
         learned_s = max(
             max(P99_FACTOR * gaps.p99_s, LONGEST_FACTOR * gaps.longest_s) for gaps in known
         )
         limit_s = self.factor * max(STEP_FLOOR_S, learned_s)
-        return limit_s if made >= STEPS_MIN else max(limit_s, self.first_step())
+        return limit_s if made >= STEPS_MIN else max(limit_s, self._second_step())
 
     def phase(self, phase: WorkerPhase, name: str) -> float:
         """Return the limit for a phase."""

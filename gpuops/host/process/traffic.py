@@ -1,0 +1,144 @@
+"""Bytes that processes and their children moved: through files, and over TCP connections.
+
+``/proc/PID/io`` does not count ``recv`` and ``send``; the kernel counts them for each connection
+(``tcpi_bytes_received``, ``tcpi_bytes_acked`` in linux/tcp.h) and answers by sock_diag(7), which
+needs no privilege. Connections of another network namespace are not seen.
+"""
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+from gpuops.host.trust import text_of
+
+_IO = re.compile(r"^(?:[rw]char|read_bytes): (\d+)$", re.MULTILINE)
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_PPID = 1  # of the fields after the name in proc(5)'s stat
+_TREE_MAX = 256
+_SOCK_DIAG = 4  # the netlink family NETLINK_SOCK_DIAG; the rest is of linux/inet_diag.h
+_BY_FAMILY = 20
+_REQUEST_DUMP = 0x301
+_INFO = 2
+_ALL_STATES = 0xFFFFFFFF
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBxI48x")
+_INODE_OFFSET, _ATTRIBUTES_OFFSET = 68, 72
+_ATTRIBUTE = struct.Struct("=HH")
+_ACKED_OFFSET = 120
+_AMOUNTS = struct.Struct("=QQ")
+_ENDS = frozenset({2, 3})  # NLMSG_ERROR, NLMSG_DONE
+_ANSWER_S = 1.0
+
+
+class TrafficKind(StrEnum):
+    """What a counter counts."""
+
+    FILES = "files"  # of one process, both ways
+    RECEIVED = "received"  # of one connection
+    SENT = "sent"
+
+
+# By kind, and process or inode of the connection.
+Traffic = Mapping[tuple[TrafficKind, int], int]
+
+
+def read_traffic(pids: Iterable[int], root: Path = Path("/")) -> dict[int, Traffic]:
+    """Return for each of *pids* the bytes so far, of its tree of processes; what can be read."""
+    trees = process_trees(pids, root)
+    inodes = {pid: {n for each in tree for n in _inodes(each, root)} for pid, tree in trees.items()}
+    connections = tcp_bytes() if any(inodes.values()) else {}
+    found: dict[int, Traffic] = {}
+    for pid, tree in trees.items():
+        counters = {(TrafficKind.FILES, each): _file_bytes(each, root) for each in tree}
+        for inode in inodes[pid] & connections.keys():
+            received, sent = connections[inode]
+            counters[TrafficKind.RECEIVED, inode] = received
+            counters[TrafficKind.SENT, inode] = sent
+        found[pid] = counters
+    return found
+
+
+def process_trees(pids: Iterable[int], root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
+    """Return each of *pids* with its descendants, itself first."""
+    children: dict[int, list[int]] = {}
+    for entry in _entries(root / "proc"):
+        if entry.isdecimal():
+            fields = (text_of(root / f"proc/{entry}/stat") or "").rpartition(")")[2].split()
+            if len(fields) > _PPID:
+                children.setdefault(int(fields[_PPID]), []).append(int(entry))
+    trees = {}
+    for pid in pids:
+        tree = [pid]
+        for each in tree:  # grows meanwhile
+            tree += children.get(each, ()) if len(tree) < _TREE_MAX else ()
+        trees[pid] = tuple(tree)
+    return trees
+
+
+def tcp_bytes() -> dict[int, tuple[int, int]]:
+    """Return the bytes that each TCP connection here has received and sent, by inode."""
+    found: dict[int, tuple[int, int]] = {}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asker:
+                asker.settimeout(_ANSWER_S)
+                request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _ALL_STATES)
+                size = _HEADER.size + len(request)
+                asker.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST_DUMP, 1, 0) + request)
+                found |= dict(_connections(asker))
+        except (OSError, struct.error):
+            continue  # a kernel or a sandbox without it
+    return found
+
+
+def _connections(asker: socket.socket) -> Iterator[tuple[int, tuple[int, int]]]:
+    while True:
+        data, offset = asker.recv(2**17), 0
+        while offset < len(data):
+            size, kind, *_ = _HEADER.unpack_from(data, offset)
+            if kind in _ENDS or size < _HEADER.size:
+                return
+            body = data[offset + _HEADER.size : offset + size]
+            amounts = _amounts(body)
+            if amounts is not None:
+                yield int.from_bytes(body[_INODE_OFFSET:_ATTRIBUTES_OFFSET], "little"), amounts
+            offset += size + 3 & ~3
+
+
+def _amounts(body: bytes) -> tuple[int, int] | None:
+    """Return the bytes received and sent in one answer; None where the kernel has none."""
+    offset = _ATTRIBUTES_OFFSET
+    while offset + _ATTRIBUTE.size <= len(body):
+        size, kind = _ATTRIBUTE.unpack_from(body, offset)
+        if kind == _INFO and size >= _ATTRIBUTE.size + _ACKED_OFFSET + _AMOUNTS.size:
+            sent, received = _AMOUNTS.unpack_from(body, offset + _ATTRIBUTE.size + _ACKED_OFFSET)
+            return received, sent
+        offset += max(size + 3 & ~3, _ATTRIBUTE.size)
+    return None
+
+
+def _inodes(pid: int, root: Path) -> Iterator[int]:
+    folder = root / f"proc/{pid}/fd"
+    for name in _entries(folder):
+        try:
+            match = _SOCKET.fullmatch(str((folder / name).readlink()))
+        except OSError:
+            continue
+        if match:
+            yield int(match[1])
+
+
+def _file_bytes(pid: int, root: Path) -> int:
+    return sum(map(int, _IO.findall(text_of(root / f"proc/{pid}/io") or "")))
+
+
+def _entries(folder: Path) -> Collection[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries]
+    except OSError:
+        return ()

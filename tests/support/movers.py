@@ -1,0 +1,40 @@
+"""Processes that move bytes when a test tells them to, by files, connections or children."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+
+@contextmanager
+def told(text, *args):
+    """Run Python code that does something for each line that it is given and answers it."""
+    body = f"import os, socket, subprocess, sys\n{text}\nprint('ready', flush=True)\n"
+    loop = "for line in sys.stdin:\n    act(int(line))\n    print('done', flush=True)\n"
+    command = [sys.executable, "-c", body + loop, *map(str, args)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+
+        def tell(number):
+            child.stdin.write(f"{number}\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "done\n"
+
+        yield child.pid, tell
+        child.stdin.close()
+
+
+READS = "def act(n): os.read(os.open('/dev/zero', os.O_RDONLY), n)"
+CHILD = f"""
+text = "import os; {READS.partition(": ")[2].replace("n)", "int(input()))")}; print(input())"
+child = subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True)
+def act(n):
+    child.stdin.write(str(n) + chr(10))
+    child.stdin.flush()
+"""
+RECEIVES = """
+far = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def act(n):
+    while n > 0:
+        n -= len(far.recv(n))
+"""

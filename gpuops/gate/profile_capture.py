@@ -38,7 +38,7 @@ from gpuops.resources import data_dir
 from gpuops.units import iso_utc
 
 T = TypeVar("T", bound=Hashable)
-Value = float | bool | tuple[str, ...] | None
+Value = float | bool | tuple[str, ...] | tuple[float, ...] | None
 
 # Kernel and firmware keep a share of the memory that differs by version and setting; one module of
 # 32 is more than twice as much.
@@ -140,6 +140,20 @@ def _adapters(facts: RdmaPorts) -> int | None:
     return len({port.guid for port in facts.ports if port.is_active}) or None
 
 
+def _rates(facts: RdmaPorts) -> Value:
+    """Return the rate of each adapter in use, the fastest first; one number if all have the same.
+
+    The least of them would hide a fast one that fell to the rate of a slow one.
+    """
+    rates: dict[str, float] = {}
+    for port in facts.ports:
+        if port.is_active:
+            rates[port.guid] = max(port.rate_gbs or 0.0, rates.get(port.guid, 0.0))
+    if len(set(rates.values())) < 2:
+        return _same(rates.values()) or None
+    return tuple(sorted(rates.values(), reverse=True))
+
+
 def _interfaces(facts: Interfaces) -> Value:
     """Return those with a link; not those whose name has an address, which no other node has.
 
@@ -204,11 +218,7 @@ ROWS = (
     CaptureRow("compute_mode", "gpu_modes", _compute),
     CaptureRow("fabric", "gpu_fabric", _of_gpus(_joined)),
     CaptureRow("nic_count", "ib_ports", _adapters),
-    CaptureRow(
-        "nic_rate_gbs",
-        "ib_ports",
-        lambda facts: _least(port.rate_gbs for port in facts.ports if port.is_active),
-    ),
+    CaptureRow("nic_rate_gbs", "ib_ports", _rates),
     CaptureRow(
         "nic_firmware", "ib_ports", lambda facts: _texts(port.firmware for port in facts.ports)
     ),
@@ -382,7 +392,8 @@ def _written(key: str, value: Value) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_quoted, value))}]"
+        items = [_quoted(item) if isinstance(item, str) else _written(key, item) for item in value]
+        return None if None in items else f"[{', '.join(map(str, items))}]"
     assert value is not None
     bounds = BOUNDS[key]
     number = int(value) if bounds.whole else round(float(value), 3)

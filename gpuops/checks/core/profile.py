@@ -26,6 +26,8 @@ class Expectation(Generic[T]):
 
 
 NumberExpectation = Expectation[float]
+# One number for all, or one for each, in any order.
+NumbersExpectation = Expectation[tuple[float, ...]]
 FlagExpectation = Expectation[bool]
 # One of these texts.
 TextExpectation = Expectation[tuple[str, ...]]
@@ -51,8 +53,9 @@ class Profile:
     ``services`` are systemd units that must be active; ``mounts`` are mount points that must be
     mounted; ``kernel_modules`` must be loaded; ``interfaces`` are network interfaces that must have
     a link; ``ib_pkeys`` are partition keys that InfiniBand ports must hold, as ``0x8001``; the name
-    service must know ``users``. ``path`` is the file that it was read from, and ``inherits`` the
-    profile whose expectations it took over.
+    service must know ``users``. ``nic_rate_gbs`` is the rate of all adapters that count, or a list
+    with one for each. ``path`` is the file that it was read from, and ``inherits`` the profile
+    whose expectations it took over.
     """
 
     name: str
@@ -74,7 +77,7 @@ class Profile:
     compute_mode: TextExpectation | None = None
     fabric: FlagExpectation | None = None
     nic_count: NumberExpectation | None = None
-    nic_rate_gbs: NumberExpectation | None = None
+    nic_rate_gbs: NumbersExpectation | None = None
     nic_firmware: TextExpectation | None = None
     ib_pkeys: TextExpectation | None = None
     nic_pcie_width: NumberExpectation | None = None

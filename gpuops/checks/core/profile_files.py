@@ -14,6 +14,7 @@ from gpuops.checks.core.profile import (
     Expectation,
     FlagExpectation,
     NumberExpectation,
+    NumbersExpectation,
     Profile,
     ProfileMatch,
     TextExpectation,
@@ -47,7 +48,8 @@ BOUNDS: Mapping[str, ValueBounds] = MappingProxyType(
 _KINDS = {
     name: next(kind for kind in get_args(hint) if kind is not type(None))
     for name, hint in get_type_hints(Profile).items()
-    if {NumberExpectation, TextExpectation, FlagExpectation} & set(get_args(hint))
+    if {NumberExpectation, NumbersExpectation, TextExpectation, FlagExpectation}
+    & set(get_args(hint))
 }
 # What a text of these keys looks like; Linux allows 15 characters for an interface, and partition 0
 # is none.
@@ -127,6 +129,9 @@ def _expectation(kind: object, key: str, given: object) -> Expectation[Any]:
         raise ValueError('it must name the source of its value: source = "…"')
     if kind is NumberExpectation:
         return NumberExpectation(value=BOUNDS[key].check(value), source=source)
+    if kind is NumbersExpectation:
+        numbers = value if isinstance(value, list) and value else [value]
+        return NumbersExpectation(value=tuple(map(BOUNDS[key].check, numbers)), source=source)
     if kind is FlagExpectation:
         if not isinstance(value, bool):
             raise ValueError(f"true or false is expected, got {value!r}")

@@ -1,5 +1,6 @@
 """Are all RDMA network ports up, at full rate, and have they stayed up?"""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from gpuops.checks.core.check import (
     one_of,
     skipped,
 )
-from gpuops.checks.core.profile import NumberExpectation
+from gpuops.checks.core.profile import NumberExpectation, NumbersExpectation, Profile
 from gpuops.host.infiniband import Port, RdmaPorts, is_full, read_fabric
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.units import format_seconds
@@ -41,49 +42,104 @@ class Parameters:
 def judge(facts: RdmaPorts, parameters: Parameters, context: JudgeContext) -> list[Finding]:
     """Return a finding about the adapters, and one for each port with a problem.
 
-    An adapter counts if a port of it is active at the profile's ``nic_rate_gbs`` or above.
-    If at least ``nic_count`` count, the others are ignored: they may have no cable.
-    If fewer do, the node fails, and so does each bad port if there are no spare adapters.
-    Without a ``nic_count`` a bad port warns, unless its driver disabled it.
+    An adapter counts if a port of it is active at the profile's ``nic_rate_gbs`` or above; of a
+    list, each rate needs an adapter of its own, so that a fast one which fell to the rate of a slow
+    one is missed. If at least ``nic_count`` count, the others are ignored: they may have no cable.
+    If fewer do, the node fails, and so does each bad port if it is clear which they are.
+    Without a ``nic_count`` or a list a bad port warns, unless its driver disabled it.
     """
     # Adapters that are there and have no link: their switch may be down, which others share.
     linkless = sum(not port.is_active for port in facts.ports) > 0
     subject = Subject(
         "ib_ports", context.node, FailureClass.NETWORK_PORT, "adapters", shared_cause=linkless
     )
-    expected, rate = context.profile.nic_count, context.profile.nic_rate_gbs
+    expected, rates = _count(context.profile), context.profile.nic_rate_gbs
     if not facts.ports and not expected:
         return [skipped(subject, "no RDMA network adapter")]
-    good = {port.guid for port in facts.ports if _is_good(port, rate)}
     adapters = len({port.guid for port in facts.ports})
-    at_rate = f" at {rate.value:g} GB/s or more" if rate is not None else ""
-    text = f"{len(good)} of {adapters} network adapters are active{at_rate}"
+    match = _match(facts.ports, _wanted(expected, rates, adapters))
+    text = f"{len(match.good)} of {adapters} network adapters are active{_at(rates)}"
     return [
-        at_least(subject, len(good), expected, text),
-        *_ports(facts.ports, rate, expected, good),
+        at_least(subject, len(match.good), expected, text),
+        *_ports(facts.ports, match, rates, expected),
         *_firmware(facts.ports, context),
         *_downs(facts.ports, parameters.downs_per_day, context),
     ]
 
 
+def _count(profile: Profile) -> NumberExpectation | None:
+    """Return how many adapters must be good: as the profile says, else as many as it lists."""
+    rates = profile.nic_rate_gbs
+    if profile.nic_count is not None or rates is None or len(rates.value) == 1:
+        return profile.nic_count
+    return NumberExpectation(value=len(rates.value), source=rates.source)
+
+
+def _wanted(
+    expected: NumberExpectation | None, rates: NumbersExpectation | None, adapters: int
+) -> list[float]:
+    """Return the rate that each adapter that counts must have, in GB/s, the slowest first."""
+    count = adapters if expected is None else int(expected.value)
+    given = sorted(rates.value if rates is not None else [0.0], reverse=True)
+    return [*reversed((given + [given[-1]] * count)[:count])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The GUIDs of adapters that are good, and the rates in GB/s for which none is left."""
+
+    good: AbstractSet[str]
+    unmet: Sequence[float]
+
+
+def _match(ports: Iterable[Port], wanted: Iterable[float]) -> _Match:
+    """Give each rate of *wanted* (ascending) the slowest adapter that has it."""
+    rates: dict[str, float] = {}
+    for port in ports:
+        if port.is_active:
+            rates[port.guid] = max(port.rate_gbs or 0.0, rates.get(port.guid, 0.0))
+    free, good, unmet = sorted(rates, key=rates.__getitem__), set(), []
+    for rate in wanted:
+        # What is too slow for this one is too slow for all that follow.
+        free = [guid for guid in free if rates[guid] >= rate]
+        if free:
+            good.add(free.pop(0))
+        else:
+            unmet.append(rate)
+    return _Match(good | set(free), unmet)
+
+
+def _at(rates: NumbersExpectation | None) -> str:
+    if rates is None:
+        return ""
+    if len(rates.value) == 1:
+        return f" at {rates.value[0]:g} GB/s or more"
+    counts = Counter(sorted(rates.value, reverse=True))
+    listed = ", ".join(f"{count} x {rate:g}" for rate, count in counts.items())
+    return f" at the rates of the profile ({listed} GB/s)"
+
+
 def _ports(
     ports: Sequence[Port],
-    rate: NumberExpectation | None,
+    match: _Match,
+    rates: NumbersExpectation | None,
     expected: NumberExpectation | None,
-    good: AbstractSet[str],
 ) -> list[Finding]:
-    bad = [port for port in ports if port.guid not in good]
+    bad = [port for port in ports if port.guid not in match.good]
     if expected is None:
         return [
-            _port(port, rate, Status.WARN)
+            _port(port, match, rates, Status.WARN)
             for port in bad
             if port.is_active or port.phys_state != "Disabled"
         ]
-    if len(good) >= expected.value:
+    if not match.unmet:
         return []
-    to_spare = len({port.guid for port in ports}) > expected.value
+    # Which of several is the one that fell to the rate of the others, nothing says.
+    slow = {port.rate_gbs for port in bad if port.is_active}
+    bad = [port for port in ports if port in bad or (port.is_active and port.rate_gbs in slow)]
+    to_spare = len({port.guid for port in bad}) > len(match.unmet)
     status = Status.WARN if to_spare else Status.FAIL
-    return [_port(port, rate, status) for port in bad]
+    return [_port(port, match, rates, status) for port in bad]
 
 
 def nic(port: Port) -> Entity:
@@ -96,24 +152,19 @@ def counter(check: str, port: Port, name: str) -> str:
     return f"{check}:{port.guid}:{port.number}/{name}"
 
 
-def _is_good(port: Port, rate: NumberExpectation | None) -> bool:
-    if rate is None or port.rate_gbs is None:
-        return port.is_active and rate is None
-    return port.is_active and port.rate_gbs >= rate.value
-
-
-def _port(port: Port, rate: NumberExpectation | None, status: Status) -> Finding:
+def _port(port: Port, match: _Match, rates: NumbersExpectation | None, status: Status) -> Finding:
     link = port.link_layer or "link"
     subject = Subject("ib_ports", nic(port), FailureClass.NETWORK_PORT, shared_cause=True)
     if not port.is_active:
         text = f"{port.name}: {link} is {port.state or 'in an unknown state'},"
         text += f" physically {port.phys_state or 'unknown'}"
         return subject.compared(status, port.state, "ACTIVE", "kernel (sysfs)", text)
-    assert rate is not None
+    assert rates is not None
     now = "an unknown rate" if port.rate_gbs is None else f"{port.rate_gbs:g} GB/s"
-    text, threshold = f"{port.name}: {link} at {now}", f">= {rate.value:g} GB/s"
+    wanted = min(rate for rate in match.unmet if rate > (port.rate_gbs or 0.0))
+    text, threshold = f"{port.name}: {link} at {now}", f">= {wanted:g} GB/s"
     subject = replace(subject, unit="GB/s")
-    return subject.compared(status, port.rate_gbs, threshold, rate.source, text)
+    return subject.compared(status, port.rate_gbs, threshold, rates.source, text)
 
 
 def _firmware(ports: Iterable[Port], context: JudgeContext) -> list[Finding]:

@@ -10,6 +10,7 @@ from gpuops.checks.core.check import JudgeContext
 from gpuops.checks.core.profile import (
     FlagExpectation,
     NumberExpectation,
+    NumbersExpectation,
     Profile,
     TextExpectation,
 )
@@ -343,7 +344,7 @@ def host(draw):
     profile = Profile(
         name="drawn",
         nic_count=number(nics),
-        nic_rate_gbs=number(50),
+        nic_rate_gbs=NumbersExpectation(value=(50.0,), source="drawn"),
         nic_firmware=words("28.39.1002", "28.40.1000"),
         ib_pkeys=words("0x8001"),
         nic_pcie_width=number(16),

@@ -6,7 +6,12 @@ import pytest
 from support.checks import CASE, NODE, limit, said
 
 from gpuops.checks.core.check import JudgeContext
-from gpuops.checks.core.profile import NumberExpectation, Profile, TextExpectation
+from gpuops.checks.core.profile import (
+    NumberExpectation,
+    NumbersExpectation,
+    Profile,
+    TextExpectation,
+)
 from gpuops.checks.nic.ib_ports import Parameters, counters, judge
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.node_state import Counters, CounterSample
@@ -35,12 +40,13 @@ def fabric(*changed, count=8):
 
 
 def case(count=None, rate_gbs=None, firmware=(), earlier=None):
+    rates = rate_gbs if isinstance(rate_gbs, tuple) else (rate_gbs,)
     profile = Profile(
         name="p",
         nic_count=None if count is None else NumberExpectation(value=count, source="order 7"),
         nic_rate_gbs=None
         if rate_gbs is None
-        else NumberExpectation(value=rate_gbs, source="order 7"),
+        else NumbersExpectation(value=rates, source="order 7"),
         nic_firmware=TextExpectation(value=firmware, source="site") if firmware else None,
     )
     samples = ()
@@ -98,6 +104,56 @@ def test_a_port_below_its_rate_does_not_count(rate_gbs, bad):
 
     fails = [("n1", "fail", "network.port_down"), ("guid2", "fail", "network.port_down")]
     assert findings == (fails if bad else [("n1", "pass", None)])
+
+
+STORAGE = port(8, rate_gbs=3.125, link_layer="Ethernet")
+MIXED = (*[50.0] * 8, 3.125)
+
+
+@pytest.mark.parametrize("count", [None, 9])
+def test_each_adapter_must_have_a_rate_of_the_list(count):
+    profiled = case(count=count, rate_gbs=MIXED)
+
+    assert said(judge(fabric(STORAGE, count=9), LIMITS, profiled)) == [("n1", "pass", None)]
+    (fails, *bad) = judge(fabric(port(7, rate_gbs=12.5), STORAGE, count=9), LIMITS, profiled)
+    assert said([fails, *bad]) == [
+        ("n1", "fail", "network.port_down"),
+        ("guid7", "fail", "network.port_down"),
+    ]
+    assert fails.message == (
+        "8 of 9 network adapters are active at the rates of the profile (8 x 50, 1 x 3.125 GB/s)"
+    )
+    assert (bad[0].value, bad[0].threshold) == (12.5, ">= 50 GB/s")
+
+
+def test_of_two_with_one_rate_none_is_blamed_alone():
+    """One fell to the rate of the storage port: the node fails, and both are named."""
+    facts = fabric(port(7, rate_gbs=3.125), STORAGE, count=9)
+    findings = said(judge(facts, LIMITS, case(rate_gbs=MIXED)))
+
+    assert findings == [
+        ("n1", "fail", "network.port_down"),
+        ("guid7", "warn", "network.port_down"),
+        ("guid8", "warn", "network.port_down"),
+    ]
+
+
+def test_the_slow_adapter_of_a_list_is_missed_too():
+    dead = port(8, state="DOWN", phys_state="Polling", rate_gbs=2.5)
+    findings = said(judge(fabric(dead, count=9), LIMITS, case(rate_gbs=MIXED)))
+
+    assert findings == [
+        ("n1", "fail", "network.port_down"),
+        ("guid8", "fail", "network.port_down"),
+    ]
+
+
+@pytest.mark.parametrize(("count", "status"), [(8, "pass"), (9, "fail"), (10, "fail")])
+def test_a_count_takes_the_fastest_of_the_list(count, status):
+    facts = fabric(replace(STORAGE, state="DOWN"), count=9)
+    (first, *_) = judge(facts, LIMITS, case(count=count, rate_gbs=MIXED))
+
+    assert first.status.word == status
 
 
 def test_other_firmware_than_the_profile_names_fails_by_adapter():

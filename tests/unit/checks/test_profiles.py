@@ -10,6 +10,7 @@ from gpuops.checks.core.profile import (
     NO_PROFILE,
     FlagExpectation,
     NumberExpectation,
+    NumbersExpectation,
     Profile,
     ProfileMatch,
     TextExpectation,
@@ -125,6 +126,8 @@ def test_the_shipped_profiles_can_be_read_and_match_something():
             {"nic_rate_gbs": told(400)},
             "400 looks like another unit: gigabytes a second are expected",
         ),
+        ({"nic_rate_gbs": told([50, 400])}, "400 looks like another unit: gigabytes a second"),
+        ({"nic_rate_gbs": told([])}, r"gigabytes a second is expected, got \[\]"),
         ({"inherits": "h10"}, r"inherits of .*: there is no profile 'h10'; did you mean 'h100'"),
         ({"inherits": ["h100"]}, "there is no profile"),
         ({"match": "H100"}, "match of the profile .* is a table, got 'H100'"),
@@ -190,7 +193,9 @@ def test_a_number_is_believed_up_to_its_bounds_and_not_beyond(key):
 def test_every_number_of_a_profile_has_bounds():
     hints = get_type_hints(Profile)
     numbers = {
-        item.name for item in fields(Profile) if NumberExpectation in get_args(hints[item.name])
+        item.name
+        for item in fields(Profile)
+        if {NumberExpectation, NumbersExpectation} & set(get_args(hints[item.name]))
     }
 
     assert set(BOUNDS) == numbers

@@ -12,6 +12,7 @@ from gpuops.checks import check_named
 from gpuops.checks.core.profile import Profile
 from gpuops.checks.core.profile_files import parse_profile
 from gpuops.gate.profile_capture import ROWS, profile_text
+from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.kernel_state import Modules
 from gpuops.host.net.interfaces import read_interfaces
 from gpuops.host.pci.nic_link import NicPcieLink, NicPcieLinks, PcieCapability
@@ -92,6 +93,30 @@ def test_a_bond_is_required_and_not_each_slave_of_it(tmp_path):
     profile = captured(tmp_path, interfaces=read_interfaces(root.path))
 
     assert profile.interfaces.value == ("bond0", "eth2")
+
+
+def rdma(*rates):
+    return RdmaPorts(
+        tuple(
+            Port(device=f"mlx5_{n}", number=1, guid=f"g{n}", state="ACTIVE", rate_gbs=rate)
+            for n, rate in enumerate(rates)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ((50.0,) * 8, (50.0,)),
+        ((3.125, *[50.0] * 8), (*[50.0] * 8, 3.125)),
+        ((50.0, None), None),
+        ((), None),
+    ],
+)
+def test_a_slow_port_does_not_lower_what_the_fast_ones_must_have(tmp_path, rates, expected):
+    profile = captured(tmp_path, infiniband=rdma(*rates))
+
+    assert (profile.nic_rate_gbs and profile.nic_rate_gbs.value) == expected
 
 
 def nic(address, width, *, guid="g", most=16):

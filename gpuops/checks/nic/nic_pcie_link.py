@@ -1,7 +1,7 @@
 """Is the PCIe link of each network adapter as wide and as fast as it should be?"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.checks.core.check import (
     Check,
@@ -31,8 +31,10 @@ def judge(facts: NicPcieLinks, _parameters: NoParameters, context: JudgeContext)
     Judged are RDMA adapters and those of the profile's ``interfaces``; unlike a GPU's, their link
     does not slow down at rest (LBNL NHC and sichek judge it there, too). Less than in the profile
     fails, unless ``nic_count`` adapters have it; beside adapters that are made for that much,
-    others are of another kind. Without an expectation, less than adapter and slot support warns: a
-    virtual machine may show a link that is not the real one.
+    others are of another kind. Without a ``nic_count``, an adapter that has all that its slot
+    supports warns: some boards have such slots, and it may be in the wrong one. Without an
+    expectation, less than adapter and slot support warns: a virtual machine may show a link that is
+    not the real one.
     """
     profile = context.profile
     named = set(profile.interfaces.value) if profile.interfaces is not None else set()
@@ -65,9 +67,16 @@ def _judge(links: Sequence[NicPcieLink], measure: _Measure, context: JudgeContex
     if count is not None and len(able) - len(low) >= count.value:
         return []
     source = f"profile {context.profile.name}: {expected.source}"
-    return [
-        _finding(link, measure.what, of(link.now) or 0, wanted, Status.FAIL, source) for link in low
-    ]
+    findings = []
+    for link in low:
+        now, slot = of(link.now) or 0, of(link.port)
+        finding = _finding(link, measure.what, now, wanted, Status.FAIL, source)
+        if count is None and slot is not None and now >= slot:
+            text = f"{finding.message}, and its slot has no more; if the board is made so, say in"
+            text += f" nic_count how many adapters must have {wanted}"
+            finding = replace(finding, status=Status.WARN, message=text)
+        findings.append(finding)
+    return findings
 
 
 def _supported(link: NicPcieLink, of: Callable[[PcieCapability], int | None]) -> int | None:

@@ -71,7 +71,18 @@ def test_a_finding_names_the_adapter_its_address_and_both_numbers():
 
 def test_an_adapter_in_a_slower_slot_is_not_degraded():
     assert said(findings(link(0, at(4, 8), port=at(4, 8)))) == [("n1", "pass", None)]
-    assert said(findings(link(0, at(4, 8), port=at(4, 8)), profiled=PROFILED))[0][1] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("now", "count", "status"),
+    [(8, None, "warn"), (4, None, "fail"), (8, 1, "pass"), (8, 2, "fail")],
+)
+def test_a_narrow_slot_warns_unless_the_profile_counts(now, count, status):
+    narrow = link(1, at(5, now), port=at(5, 8))
+    found = findings(link(0), narrow, profiled=case(width=16, count=count))
+
+    assert [item.status.word for item in found] == [status]
+    assert ("nic_count" in found[0].message) == (status == "warn")
 
 
 @pytest.mark.parametrize(

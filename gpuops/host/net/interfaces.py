@@ -84,10 +84,14 @@ class Bond:
 
 @dataclass(frozen=True, slots=True)
 class Interfaces:
-    """The interfaces of this network namespace, and its bonds."""
+    """The interfaces of this network namespace, and its bonds.
+
+    ``in_host_namespace``: it is the machine's first one, not a container's; None if unknown.
+    """
 
     interfaces: tuple[Interface, ...] = ()
     bonds: tuple[Bond, ...] = ()
+    in_host_namespace: bool | None = None
 
 
 def read_interfaces(root: Path = Path("/")) -> Interfaces:
@@ -99,7 +103,19 @@ def read_interfaces(root: Path = Path("/")) -> Interfaces:
     return Interfaces(
         tuple(_interface(folder) for folder in folders),
         tuple(_bond(folder) for folder in folders if is_there(folder / "bonding")),
+        _is_first_namespace(root / "proc/sys/net/core"),
     )
+
+
+def _is_first_namespace(settings: Path) -> bool | None:
+    """Return whether the kernel shows the settings that are not of one namespace, None if none.
+
+    linux net/core/sysctl_net_core.c: only the first namespace has ``netdev_max_backlog``, and each
+    has ``somaxconn``.
+    """
+    if is_there(settings / "netdev_max_backlog"):
+        return True
+    return False if is_there(settings / "somaxconn") else None
 
 
 def _interface(folder: Path) -> Interface:

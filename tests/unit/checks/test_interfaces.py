@@ -100,6 +100,26 @@ def test_a_namespace_without_devices_says_nothing_of_the_nodes_interfaces(there)
 
 
 @pytest.mark.parametrize(
+    ("in_host_namespace", "status"), [(True, "fail"), (False, "skip"), (None, "fail")]
+)
+def test_what_is_not_in_a_containers_namespace_is_not_missing(in_host_namespace, status):
+    """A virtual function was moved into it, or an interface of the node."""
+    facts = Interfaces((interface("net1"),), in_host_namespace=in_host_namespace)
+
+    assert [item.status.word for item in findings(facts, profiled("ens0"))] == [status]
+    facts = replace(facts, interfaces=(down("ens0"), interface("net1")))
+    assert said(findings(facts, profiled("ens0"))) == [("mac-ens0", "fail", BAD)]
+
+
+def test_a_node_that_lost_all_its_interfaces_fails():
+    lost = Interfaces((interface("lo", is_physical=False),), in_host_namespace=True)
+
+    assert said(findings(lost, profiled("ens0"))) == [("ens0", "fail", BAD)]
+    unread = Interfaces(in_host_namespace=True)
+    assert said(findings(unread, profiled("ens0"))) == [("n1", "skip", None)]
+
+
+@pytest.mark.parametrize(
     "facts",
     [
         Interfaces(),

@@ -122,6 +122,17 @@ def test_an_address_that_is_none_names_nothing(root, address):
     assert only(root).address is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [(("somaxconn", "netdev_max_backlog"), True), (("somaxconn",), False), ((), None)],
+)
+def test_the_settings_of_the_kernel_tell_a_containers_namespace(root, settings, expected):
+    for name in settings:
+        root.write(f"proc/sys/net/core/{name}", "4096\n")
+
+    assert read_interfaces(root.path).in_host_namespace is expected
+
+
 def test_files_that_are_folders_and_entries_that_are_files_say_nothing(root):
     root.write("sys/class/net/bonding_masters", "bond0\n")
     for file in ("carrier", "operstate", "flags", "speed"):

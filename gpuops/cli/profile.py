@@ -75,6 +75,9 @@ def capture_profile(
         return EXIT_UNKNOWN if unknown else EXIT_FAIL
     if name is not None and found.unused:
         raise UsageError(f"--name {name}: nothing is written: {found.unused}")
+    if found.unused:
+        text = f"gpuops: among the site's profiles this one would not apply: {found.unused}"
+        click.echo(printable(text), err=True)
     if path is None:
         click.echo(found.text, nl=False)
         return EXIT_OK

@@ -8,6 +8,7 @@ profile is judged on the same facts before it is returned.
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -352,8 +353,9 @@ def profile_text(facts: Mapping[str, Any], *, node: str, day: str, root: Path = 
     names, count = names_and_count(gpus) if isinstance(gpus, Gpus) else ((), 0)
     shipped = load_profiles([data_dir("checks") / "profiles"])
     base, _ = profile_for(shipped, node=node, gpu_names=names, gpu_count=count)
-    model = f"{len(names)} x {names[0]}" if names else "no GPU"
-    lines = [f"about = {_quoted(f'captured on {node}, {day}: {model}')}"]
+    models = Counter(names)
+    shown = ", ".join(f"{number} x {name}" for name, number in models.items()) or "no GPU"
+    lines = [f"about = {_quoted(f'captured on {node}, {day}: {shown}')}"]
     if base is not NO_PROFILE:
         lines.append(f"inherits = {_quoted(base.name)}")
     lines += [f"# {text}" for text in _versions(gpus, root)]
@@ -366,7 +368,13 @@ def profile_text(facts: Mapping[str, Any], *, node: str, day: str, root: Path = 
             source = _quoted(f"captured on {node}, {day} ({row.check})")
             lines.append(f"{row.key} = {{ value = {written}, source = {source} }}")
     lines += ["", "[match]"]
-    if names:
+    if len(models) > 1:
+        # A pattern of all models would match nodes with one of them, too.
+        lines += [
+            f"gpu_count = {count or len(names)}",
+            f"nodes = [{_quoted(node)}]  # add those like it",
+        ]
+    elif names:
         pattern = re.sub(r"([][\\.^$*+?{}|()])", r"\\\1", names[0])
         lines += [f"gpu = {_quoted(pattern)}", f"gpu_count = {count or len(names)}"]
     else:

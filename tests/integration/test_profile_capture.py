@@ -139,10 +139,12 @@ def test_a_second_profile_for_the_same_nodes_is_refused(node, tmp_path):
     first = node("profile", "capture", "--name", "h100-rack")
     again = node("profile", "capture", "--name", "h100-rack", "--force")
     second = node("profile", "capture", "--name", "h100-row")
+    elsewhere = node("profile", "capture", "--out", str(tmp_path / "h100-row.toml"))
 
     assert (first.returncode, again.returncode, second.returncode) == (0, 0, 64), first.stderr
     assert "'h100-rack'" in second.stderr
     assert "all match this node" in second.stderr
+    assert (elsewhere.returncode, "all match this node" in elsewhere.stderr) == (0, True)
     assert [path.name for path in (tmp_path / "site/profiles").iterdir()] == ["h100-rack.toml"]
 
 

@@ -10,7 +10,7 @@ from support.gpus import eight, gpu, node, part
 
 from gpuops.checks import check_named
 from gpuops.checks.core.profile import Profile
-from gpuops.checks.core.profile_files import parse_profile
+from gpuops.checks.core.profile_files import fits, parse_profile
 from gpuops.gate.profile_capture import ROWS, profile_text
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.kernel_state import Modules
@@ -68,6 +68,17 @@ def test_a_name_with_signs_of_a_pattern_matches_itself(tmp_path):
     profile = captured(tmp_path, gpus=node(gpu(0, name=named)))
 
     assert profile.match.gpu == r"NVIDIA X100 \(2\) \[a\+b\]"
+
+
+def test_a_node_with_several_models_is_matched_by_its_name(tmp_path):
+    """No pattern of one model fits all its GPUs."""
+    mixed = node(*eight()[:6], *(gpu(n, name="NVIDIA A40") for n in (6, 7)))
+    profile = captured(tmp_path, gpus=mixed)
+
+    assert profile.about == "captured on n1, 2026-03-02: 6 x NVIDIA H100 80GB HBM3, 2 x NVIDIA A40"
+    assert (profile.match.gpu, profile.match.gpu_count) == (None, 8)
+    assert fits(profile.match, "n1", [item.name for item in mixed.nvml.gpus], 8)
+    assert not fits(profile.match, "n2", ["NVIDIA A40"] * 8, 8)
 
 
 def test_interfaces_that_other_nodes_do_not_have_are_left_out(tmp_path):

@@ -3,7 +3,8 @@
 Clients are not authenticated: the size of a request, the time it may take and the number of
 connections are bounded before anything is parsed. A new connection takes the place of the oldest,
 so that slow ones keep nobody out. On loopback the Host header must name this machine, so that a web
-page cannot read the state through a browser here (DNS rebinding).
+page cannot read the state through a browser here (DNS rebinding), and ``/state``, which has the
+run's id and the last words of workers, is for the user of the run and root.
 
 Names and labels of metrics are a contract. Labels are bounded: ranks of this node, classes of
 failures, the phases of a run.
@@ -13,6 +14,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -40,6 +42,7 @@ from gpuops.agent.status.state import (
 )
 from gpuops.control.record import RunPhase
 from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.net.peer import peer_uid
 from gpuops.model import Json, envelope
 from gpuops.scrub import scrub_value
 from gpuops.units import NS_PER_S
@@ -323,8 +326,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"GET only\n")
         elif self.server.is_loopback and not _names_loopback(self.headers.get("Host")):
             self._send(HTTPStatus.FORBIDDEN, _TEXT, b"this address is for this machine only\n")
+        elif self._is_private() and peer_uid(self.connection) not in (0, os.geteuid()):
+            self._send(HTTPStatus.FORBIDDEN, _TEXT, b"the state of a run is for its own user\n")
         else:
-            self._send(*self._answer(self.path.partition("?")[0]))
+            self._send(*self._answer(self._path()))
+
+    def _path(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _is_private(self) -> bool:
+        return self.server.is_loopback and self._path() == "/state"
 
     def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         try:

@@ -2,12 +2,15 @@
 
 import http.client
 import json
+import multiprocessing
+import os
 import shutil
 import socket
 import subprocess
 import threading
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.agent_states import agent_state, kept
@@ -24,6 +27,7 @@ from gpuops.agent.status.state import (
     why_unhealthy,
 )
 from gpuops.host.clock import FakeClock
+from gpuops.host.net.peer import peer_uid
 from gpuops.units import NS_PER_S
 
 NOW_NS = 1000 * NS_PER_S
@@ -201,6 +205,40 @@ def test_labels_are_bounded():
 )
 def test_on_loopback_only_its_own_names_are_answered(serve, host, status):
     assert get(serve(), "/state", headers={"Host": host})[0] == status
+
+
+def test_the_state_of_a_run_is_for_its_own_user(serve):
+    """The exploit: any account of the node read the run's id, and the last words of a worker."""
+    if os.geteuid() != 0:
+        unavailable("only root can be another user")
+    server = serve()
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+
+    def ask_as_another():
+        os.setuid(65534)
+        answers.put([get(server, path) for path in ("/state", "/state?", "/metrics", "/healthz")])
+
+    other = fork.Process(target=ask_as_another)
+    other.start()
+    state, spelled, *open_to_all = answers.get(timeout=60)
+    other.join(60)
+
+    assert state[::2] == spelled[::2] == (403, "the state of a run is for its own user\n")
+    assert [status for status, *_ in open_to_all] == [200, 200]
+    assert get(server, "/state")[0] == 200
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_user_of_a_connection_is_known_at_both_ends(address):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with (
+        socket.create_server((address, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2], 30) as client,
+        listener.accept()[0] as accepted,
+    ):
+        assert peer_uid(accepted) == peer_uid(client) == os.geteuid()
+        assert peer_uid(client, Path("/nowhere")) is None
 
 
 def test_only_reading_is_allowed_and_only_what_is_there(serve):

@@ -7,7 +7,7 @@ store that does not answer delays commits, and nothing else.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from gpuops.agent.checkpoint.leader import commit_record_of, generation_plan_of, restore_plan_in
 from gpuops.agent.checkpoint.messages import (
@@ -64,7 +64,7 @@ class KeeperLocation:
     """
 
     me: Member
-    token: str
+    token: str = field(repr=False)
     job: str
     directory: str | None = None
     domain: DomainPath = ()

@@ -227,7 +227,7 @@ class Endpoint:
     run_key: str
     host: str = ""
     port: int = 0
-    url: str = ""
+    url: str = field(default="", repr=False)
     is_host: bool | None = None
     order: int | None = None
 

@@ -52,7 +52,7 @@ _NO_SLOT = SlotKey(-1, -1)
 class _RunningServer:
     """The parameters of `serve`, and the running server."""
 
-    requested: tuple[str, str, str, str]
+    requested: tuple[str, str, str, str] = field(repr=False)  # the token is one of them
     job: JobCredentials
     replicas: ReplicaStore
     server: TransferServer

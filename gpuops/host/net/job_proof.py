@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from gpuops.host.net.frames import WireError, framed
@@ -74,7 +74,7 @@ def read_welcome(data: bytes) -> tuple[ProofWelcome, bytes]:
 class JobHandshake:
     """The state of one connection once both sides have sent their nonces."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     transcript: bytes  # the complete first message of each side
 
     def proof(self, side: str) -> bytes:

@@ -6,9 +6,16 @@ import stat
 
 import pytest
 
+from gpuops.agent.checkpoint.follower import KeeperLocation
+from gpuops.agent.launch.endpoint import Endpoint
 from gpuops.agent.launch.job_token import given_token, own_token, read_own_token
+from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
+from gpuops.checkpoint.peers.service import _RunningServer
+from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.cli.main import run_command
+from gpuops.control.tcp.server_connection import ServerState
 from gpuops.errors import UsageError
+from gpuops.host.net.job_proof import JobHandshake
 
 TOKEN = "5b" * 16
 
@@ -116,6 +123,19 @@ def test_a_token_that_cannot_be_made_says_how_to_give_one(tmp_path):
     (tmp_path / "state").write_text("no directory")
     with pytest.raises(UsageError, match=r"state/token cannot be made: .*--token-file FILE"):
         own_token(tmp_path / "state" / "token", os.getuid())
+
+
+def test_what_holds_the_token_does_not_show_it():
+    requested = ("127.0.0.1", "n", TOKEN, "job")
+    for holder in (
+        KeeperLocation(me=None, token=TOKEN, job="job"),
+        _RunningServer(requested, JobCredentials("job", TOKEN), None, None),
+        EndpointPlan(kind=EndpointKind.TCP, run_key="r", token=TOKEN),
+        ServerState(run_key="r", token=TOKEN),
+        JobHandshake(TOKEN.encode(), b""),
+        Endpoint(kind=EndpointKind.POSTGRES, run_key="r", url=f"postgresql://ada:{TOKEN}@db/x"),
+    ):
+        assert TOKEN not in repr(holder)
 
 
 @pytest.mark.torch

@@ -10,7 +10,8 @@ fails.
   node).
 * `join`: an agent enters; `client.ControlClient`: its threads.
 * `leader.Leader`: reads what all agents wrote, calls `step.next_change`, writes what it returns.
-* `step.next_change`: what changes next: collect reports, decide, form a roster, stop; pure.
+* `step.next_change`: what changes next: collect reports, decide, form a roster, stop; pure, like
+  the record's `transitions`.
 * `membership`: who is alive and who gets a place in the roster.
 * `extension`: how checkpoints take part (`gpuops.agent.checkpoint.leader`).
 * `drain`: the orderly end; `signing`: the job's token; `kv_map`, `fair_lock`, `keys`: parts.

@@ -19,6 +19,7 @@ from gpuops.control.membership import (
 )
 from gpuops.control.record import (
     ControlRecord,
+    RecordError,
     RecordView,
     Roster,
     RunPhase,
@@ -33,9 +34,9 @@ from gpuops.control.step import (
     UpdateRecord,
     is_held_back,
     next_change,
-    stop,
 )
 from gpuops.control.store import VALUE_BYTES_MAX, ControlStoreError, Entry
+from gpuops.control.transitions import form_again, stop
 from gpuops.errors import EXIT_FAIL
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport, ReportKind
@@ -119,6 +120,20 @@ class ExtensionRunner:
         if not self._has_failed:
             log.error("a leader extension failed; membership is not affected", exc_info=exc)
         self._has_failed = True
+
+
+def _why_unusable(entry: Entry, seen: Observation) -> str | None:
+    """Return why the roster that another leader has written must not run; None where it may.
+
+    The record does not say so yet: that leader died in between, or is slow.
+    """
+    try:
+        left = Roster.from_bytes(entry.value)
+    except RecordError as exc:
+        return f"its roster cannot be read: {exc}"
+    ready = {member.agent for member in seen.ready if member.node not in seen.record.excluded}
+    gone = [member.node for member in left.members if member.agent not in ready]
+    return f"its roster names {', '.join(gone[:4])}, not ready any more" if gone else None
 
 
 REFRESH_S = 0.5
@@ -218,15 +233,15 @@ class Leader:
                 self._client.file_report_for(agent, report)
             filed |= change.reports.keys()
         if isinstance(change, FormRoster):
-            self._write_roster(seen.record, change)
+            self._write_roster(seen, change)
         elif isinstance(change, UpdateRecord):
             if change.decided is not None:
                 # Before the record changes: another thread records the decision as soon as it has.
                 self._on_decision(change.decided)
             self._client.update_record(change.update)
 
-    def _write_roster(self, record: ControlRecord, change: FormRoster) -> None:
-        keys, store = self._client.keys, self._client.store
+    def _write_roster(self, seen: Observation, change: FormRoster) -> None:
+        keys, store, record = self._client.keys, self._client.store, seen.record
         body = self._extensions.with_metadata(record, change.roster).to_bytes()
         if len(body) > VALUE_BYTES_MAX:
             # Without its metadata the run would start from scratch, and nobody would know.
@@ -240,10 +255,13 @@ class Leader:
             )
             return
         done, entry = store.compare_and_set(keys.roster(record.generation), body, version=0)
-        if not done:
-            log.debug("another agent formed generation %d", record.generation)
-            Roster.from_bytes(entry.value)  # raises where it cannot be read
-        if self._client.update_record(change.update):
+        reason = None if done else _why_unusable(entry, seen)
+        if reason is not None:
+            log.warning("generation %d is formed again: %s", record.generation, reason)
+            by = self._client.me.node
+            if self._client.update_record(partial(form_again, seen=record, reason=reason, by=by)):
+                store.delete(keys.generation(record.generation))  # which never ran
+        elif self._client.update_record(change.update):
             delete_old_generations(store, keys, record.generation)
 
     def _observe(self, view: RecordView, now_ns: int, filed: frozenset[str]) -> Observation:

@@ -1,21 +1,19 @@
 """What changes next in a run: pure functions; the leader reads, calls `next_change` and writes.
 
-`next_change` says from one `Observation` what the leader writes now. The transitions of the control
-record (`collect`, `stop`, `decide`, `run`, `grow`) get the record as it is *now* and as the leader
-had *seen* it when it decided, and return the changed record; None where the generation or the phase
-has changed since: another agent was faster.
+`next_change` says from one `Observation` what the leader writes now; what becomes of the control
+record is in `gpuops.control.transitions`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from gpuops.control.membership import Liveness, trainable_count
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase
+from gpuops.control.transitions import collect, decide, grow, run, stop
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_REQUEUE
-from gpuops.incident.budget import GROWTH_SETTLE_S, check_growth, history_after
+from gpuops.incident.budget import GROWTH_SETTLE_S, check_growth
 from gpuops.incident.decision import (
-    HISTORY_MAX,
     ClusterState,
     NodeReport,
     OnExhausted,
@@ -25,7 +23,6 @@ from gpuops.incident.decision import (
     RestartPolicy,
     RunAction,
 )
-from gpuops.incident.repeats import checkpoint_to_exclude
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 
 FIRST_CALL_TIMEOUT_S = 30.0  # torchrun's last call: nodes of one job start at different times
@@ -400,82 +397,3 @@ def _while_draining(seen: Observation, by: str) -> Change | None:
 
 def _stopping(seen: Observation, exit_code: int, reason: str, by: str) -> UpdateRecord:
     return UpdateRecord(partial(stop, seen=seen.record, exit_code=exit_code, reason=reason, by=by))
-
-
-def _is_overtaken(now: ControlRecord, seen: ControlRecord, phase: RunPhase) -> bool:
-    return (now.generation, now.phase) != (seen.generation, phase)
-
-
-def collect(
-    now: ControlRecord, seen: ControlRecord, *, trigger: ReportKind, reason: str, by: str
-) -> ControlRecord | None:
-    """RUN to COLLECT: something happened; all nodes stop their workers and report."""
-    if _is_overtaken(now, seen, RunPhase.RUN):
-        return None
-    return replace(now, phase=RunPhase.COLLECT, trigger=trigger, reason=reason, decided_by=by)
-
-
-def stop(
-    now: ControlRecord, seen: ControlRecord, *, exit_code: int, reason: str, by: str
-) -> ControlRecord | None:
-    """Any phase to STOP: the run ends with *exit_code*."""
-    if _is_overtaken(now, seen, seen.phase):
-        return None
-    return replace(now, phase=RunPhase.STOP, exit_code=exit_code, reason=reason, decided_by=by)
-
-
-def decide(
-    now: ControlRecord, seen: ControlRecord, decision: RestartDecision, *, by: str, now_s: float
-) -> ControlRecord | None:
-    """COLLECT to RENDEZVOUS of the next generation, or to STOP: as *decision* says.
-
-    A decision while a generation is formed leads to STOP.
-    """
-    if _is_overtaken(now, seen, seen.phase):
-        return None
-    changed = replace(
-        now,
-        decision=decision,
-        reason=decision.reason,
-        decided_by=by,
-        excluded={**now.excluded, **decision.exclude},
-        excluded_checkpoint=checkpoint_to_exclude(now.excluded_checkpoint, decision),
-        history=history_after(decision, now.history),
-    )
-    if decision.action is RunAction.RESTART:
-        return replace(
-            changed,
-            phase=RunPhase.RENDEZVOUS,
-            generation=now.generation + 1,
-            not_before_s=now_s + decision.backoff_s,
-            trigger=None,
-        )
-    code = EXIT_FAIL if decision.exit_code is None else decision.exit_code
-    return replace(changed, phase=RunPhase.STOP, exit_code=code)
-
-
-def run(
-    now: ControlRecord, seen: ControlRecord, *, by: str, reason: str | None = None
-) -> ControlRecord | None:
-    """RENDEZVOUS to RUN: the roster of the generation is written."""
-    if _is_overtaken(now, seen, RunPhase.RENDEZVOUS):
-        return None
-    return replace(now, phase=RunPhase.RUN, decided_by=by, reason=reason or now.reason)
-
-
-def grow(
-    now: ControlRecord, seen: ControlRecord, *, reason: str, by: str, now_s: float
-) -> ControlRecord | None:
-    """RUN to RENDEZVOUS of the next generation, with more nodes."""
-    if _is_overtaken(now, seen, RunPhase.RUN):
-        return None
-    return replace(
-        now,
-        phase=RunPhase.RENDEZVOUS,
-        generation=now.generation + 1,
-        reason=reason,
-        decided_by=by,
-        grown_at_s=(*now.grown_at_s, now_s)[-HISTORY_MAX:],
-        decision=None,
-        not_before_s=0.0,
-    )

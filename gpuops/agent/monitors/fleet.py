@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gpuops.agent.journal.session import RunSession
 from gpuops.agent.monitors.api import FleetMonitor
-from gpuops.control import step
+from gpuops.control import transitions
 from gpuops.control.client import ControlClient
 from gpuops.control.leader import LeaderExtension
 from gpuops.control.record import ENTRY_ERRORS, ControlRecord, Roster, RunPhase, unpack
@@ -134,7 +134,7 @@ class FleetJudge(LeaderExtension):
         if reports:
             cause = reports[0]
             self._client.update_record(
-                lambda now: step.collect(
+                lambda now: transitions.collect(
                     now, record, trigger=cause.kind, reason=cause.how, by=me.node
                 )
             )

@@ -299,6 +299,49 @@ def test_a_leader_that_dies_while_it_gathers_is_replaced():
     world.run_until(lambda w: {p.rank for p in w.players[1:] if p.running is not None} == {0, 1})
 
 
+def dies_between_roster_and_record(world, player, generation=0):
+    """Let *player* die once it has written the roster; the record does not say so yet."""
+    key = player.link.keys.roster(generation)
+
+    def lose(_name):
+        if not world.store.get(key).version:
+            return None
+        player.is_dead, player.running = True, None
+        return "call"
+
+    player.store.lose = lose
+
+
+def test_a_roster_that_names_its_dead_leader_never_runs():
+    world = World(terms(2, 3), 3)
+    dies_between_roster_and_record(world, world.players[0])
+    ran = set()
+    world.after_each.append(lambda w: ran.update(w.running()))
+
+    world.run_until(lambda w: w.all_run(1, 2))
+
+    assert ran == {1}
+    assert "n0" in world.players[1].link.record.reason
+
+
+def test_a_roster_of_a_leader_that_is_only_slow_runs():
+    world = World(terms(2, 3), 3)
+    slow, key = world.players[0], world.players[0].link.keys.roster(0)
+    slow.store.lose = lambda _name: "call" if world.store.get(key).version else None
+    world.run_until(lambda w: w.store.get(key).version)
+    for player in world.players[1:]:
+        player.leader._membership.current_leader = lambda _ns, me=player.me.agent: me
+
+    world.run_until(lambda w: w.players[1].running == w.players[2].running == 0, limit_s=5)
+
+
+def test_a_roster_that_cannot_be_read_holds_nobody_up():
+    world = World(terms(2, 2), 2)
+    world.store.put(world.players[0].link.keys.roster(0), b"of another version")
+
+    world.run_until(lambda w: w.all_run(1, 2))
+
+
 def test_a_partition_leaves_the_side_with_the_board_and_the_other_side_fences():
     world = started(2, 3, 3)
     cut = world.players[1]

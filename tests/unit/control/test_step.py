@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.decisions import failure
 
-from gpuops.control import step
+from gpuops.control import transitions
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.errors import EXIT_FAIL
 from gpuops.incident.decision import ReportKind, RestartDecision, RunAction
@@ -22,27 +22,29 @@ def decision(action, **changes):
 
 def restart(now, seen):
     asked = decision(RunAction.RESTART, exclude={"n2": "lost"})
-    return step.decide(now, seen, asked, by="n1", now_s=100.0)
+    return transitions.decide(now, seen, asked, by="n1", now_s=100.0)
 
 
 def give_up(now, seen):
-    return step.decide(now, seen, decision(RunAction.FAIL), by="n1", now_s=100.0)
+    return transitions.decide(now, seen, decision(RunAction.FAIL), by="n1", now_s=100.0)
 
 
 def collect(now, seen):
-    return step.collect(now, seen, trigger=ReportKind.NODE_LOST, reason="n2 is lost", by="n1")
+    return transitions.collect(
+        now, seen, trigger=ReportKind.NODE_LOST, reason="n2 is lost", by="n1"
+    )
 
 
 def stop(now, seen):
-    return step.stop(now, seen, exit_code=0, reason="all done", by="n1")
+    return transitions.stop(now, seen, exit_code=0, reason="all done", by="n1")
 
 
 def run(now, seen):
-    return step.run(now, seen, by="n1")
+    return transitions.run(now, seen, by="n1")
 
 
 def grow(now, seen):
-    return step.grow(now, seen, reason="n4 waits", by="n1", now_s=100.0)
+    return transitions.grow(now, seen, reason="n4 waits", by="n1", now_s=100.0)
 
 
 STEPS = [

@@ -2,8 +2,8 @@
 
 Every agent writes a heartbeat and reads the *control record* (`record.ControlRecord`): generation,
 phase, roster, decision. Only the leader writes it, by compare-and-swap, and the leader is simply
-the first live member (`membership`). Two agents that both think they lead do no harm: one swap
-fails.
+the first live one in the succession (`membership`). Two agents that both think they lead do no
+harm: one swap fails.
 
 * `store.ControlStore`: put, compare_and_set, heartbeat, list, delete. Three implementations, one
   contract test: `memory` (one node), `tcp` (a process on the head node), `postgres` (survives any

@@ -13,6 +13,7 @@ from functools import partial
 from gpuops.control.client import ControlClient
 from gpuops.control.membership import (
     N_STANDBYS,
+    N_WATCHING,
     LivenessTracker,
     MembershipView,
     form_roster,
@@ -140,6 +141,7 @@ REFRESH_S = 0.5
 # Agents further back in the succession refresh less often: a list of all heartbeats costs, and two
 # leaders would have to die before their turn. With one heartbeat more it stays below `BLIND_S`.
 STANDBY_REFRESH_S = 1.5
+WATCHING_REFRESH_S = 2.0  # of those after them; more than `OBSERVED_GAP_S_MAX` would not count
 # For how long a passing phase may last before agents beyond the standbys check.
 STUCK_S = 20.0
 
@@ -203,16 +205,7 @@ class Leader:
         if record.phase is RunPhase.STOP:
             self.is_leader = False
             return
-        # A standby refreshes at each heartbeat in a passing phase, less often while workers run.
-        is_steady = record.phase is RunPhase.RUN
-        refresh_s = REFRESH_S if (self._position() or 0) <= 1 else STANDBY_REFRESH_S
-        if is_steady and self._membership.refreshed_within(refresh_s, now_ns):
-            return
-        if (
-            self._position() is not None
-            and not self.is_candidate
-            and not self._is_stuck(record, now_ns)
-        ):
+        if not self._is_refresh_due(record, now_ns):
             return
         self._membership.refresh(record, now_ns)
         self.is_leader = self._membership.current_leader(now_ns) == self._client.me.agent
@@ -220,6 +213,22 @@ class Leader:
             return
         self._coordinate(view, now_ns)
         self._extensions.pass_heartbeats(record)
+
+    def _is_refresh_due(self, record: ControlRecord, now_ns: int) -> bool:
+        """Say whether this agent has to read all heartbeats now.
+
+        Standbys do at each heartbeat in a passing phase, less often while workers run.
+        """
+        position = self._position() or 0
+        if position >= N_WATCHING:
+            return self._is_stuck(record, now_ns)
+        if position >= N_STANDBYS:
+            refresh_s = WATCHING_REFRESH_S
+        elif record.phase is not RunPhase.RUN:
+            return True
+        else:
+            refresh_s = REFRESH_S if position <= 1 else STANDBY_REFRESH_S
+        return not self._membership.refreshed_within(refresh_s, now_ns)
 
     def _coordinate(self, view: RecordView, now_ns: int) -> None:
         """Write what changes next."""

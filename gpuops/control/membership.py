@@ -11,6 +11,7 @@ it replaces.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -142,6 +143,34 @@ class LivenessTracker:
 # Agents further back in the succession do not read all heartbeats: the load on the store for each
 # agent must not grow with the number of agents.
 N_STANDBYS = 8
+# As many again watch less often: they take over where all standbys are lost at once.
+N_WATCHING = 2 * N_STANDBYS
+
+
+def succession_of(members: Sequence[Member]) -> list[str]:
+    """Return the agents of *members*, in the order of their ranks, as they would lead.
+
+    The first is rank 0. Those that watch share as few failure domains as possible; where none are
+    known they are far apart in the order of the ranks, in which neighbours share a rack.
+    """
+    n, half = len(members), N_STANDBYS
+    spread = [k * n // half for k in range(half)]
+    spread += [(2 * k + 1) * n // N_WATCHING for k in range(half)]
+    left = list(dict.fromkeys((*spread, *range(n)))) if n else []
+    n_chosen: Counter[tuple[str, ...]] = Counter()
+
+    def n_shared(at: int) -> tuple[int, ...]:
+        path = members[at].domain or ("",)
+        return tuple(n_chosen[path[:level]] for level in range(1, len(path) + 1))
+
+    found = []
+    for _ in range(min(N_WATCHING, n)):
+        chosen = min(left, key=n_shared)
+        left.remove(chosen)
+        path = members[chosen].domain or ("",)
+        n_chosen.update(path[:level] for level in range(1, len(path) + 1))
+        found.append(chosen)
+    return [members[at].agent for at in (*found, *sorted(left))]
 
 
 class MembershipView:
@@ -164,6 +193,7 @@ class MembershipView:
         self._arrivals: dict[str, int] = {}
         self._passed_over: frozenset[str] = frozenset()  # in the succession, while others live
         self._refreshed_ns: int | None = None
+        self._members: list[str] = []  # of the roster, as they would lead
 
     def refresh(self, record: ControlRecord, now_ns: int) -> None:
         """Read the agents, their heartbeats and the newest roster.
@@ -197,6 +227,7 @@ class MembershipView:
             entry = store.get(keys.roster(generation))
             if entry.version:
                 self.roster = Roster.from_bytes(entry.value)
+                self._members = succession_of(self.roster.members)
                 return
             generation -= 1  # a generation that was given up before it had a roster
 
@@ -206,24 +237,29 @@ class MembershipView:
 
     def succession(self) -> list[str]:
         """Return all agents in the order in which they would lead."""
-        members = [m.agent for m in (self.roster.members if self.roster else ())]
-        rest = sorted(self._agents.keys() - set(members), key=lambda a: self._arrivals.get(a, 0))
-        return [*members, *rest]
+        rest = self._agents.keys() - set(self._members)
+        return [*self._members, *sorted(rest, key=lambda agent: self._arrivals.get(agent, 0))]
 
     def position(self, agent: str) -> int | None:
-        """Return how many would lead before *agent*, None for one that is not known yet."""
-        succession = self.succession()
-        return succession.index(agent) if agent in succession else None
+        """Return how many that lived at the last refresh would lead before *agent*.
+
+        None for one that is not known yet.
+        """
+        succession, now_ns = self.succession(), self._refreshed_ns
+        if agent not in succession or now_ns is None:
+            return None
+        return len(self._liveness.not_dead(succession[: succession.index(agent)], now_ns))
 
     def current_leader(self, now_ns: int) -> str | None:
         """Return the leader: the first in the succession that is not dead.
 
         An agent whose calls all take seconds, or whose node is excluded, comes after the standbys.
         """
-        succession = self.succession()
-        living = self._liveness.not_dead(succession, now_ns)
-        responsive = set(succession[:N_STANDBYS]) - self._passed_over
-        return next((agent for agent in living if agent in responsive), next(iter(living), None))
+        living = self._liveness.not_dead(self.succession(), now_ns)
+        ahead = living[:N_STANDBYS]
+        return next(
+            (agent for agent in ahead if agent not in self._passed_over), next(iter(living), None)
+        )
 
     @property
     def dead_agents(self) -> tuple[str, ...]:

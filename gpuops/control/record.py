@@ -46,6 +46,7 @@ NAME_CHARS_MAX = 255
 GENERATION_MAX = 10**6
 WORKERS_MAX = 4096  # of one node
 PORT_MAX = 2**16 - 1
+DOMAIN_LEVELS_MAX = 16
 EXIT_CODE_MAX = 255
 RECORD_KEY = "control"
 # Longer values are compressed: the roster of 4,096 nodes, which each of them reads, from 0.8 MB to
@@ -82,6 +83,7 @@ class Member:
 
     ``node_rank_hint`` is the launcher's rank (SLURM_PROCID, ``--node-rank``), None where it gives
     none. ``master_port`` is free for the workers' store, should this agent get group rank 0.
+    ``domain`` names its failure domains, the widest first; () where none is known.
     """
 
     agent: str
@@ -90,6 +92,7 @@ class Member:
     n_workers: int
     node_rank_hint: int | None = None
     master_port: int = 0
+    domain: tuple[str, ...] = ()
 
     def to_json(self) -> Json:
         return {
@@ -99,6 +102,7 @@ class Member:
             "n_workers": self.n_workers,
             "order": self.node_rank_hint,
             "master_port": self.master_port,
+            **({"domain": list(self.domain)} if self.domain else {}),
         }
 
     @classmethod
@@ -113,6 +117,7 @@ class Member:
             n_workers=_bounded_int(data["n_workers"], WORKERS_MAX),
             node_rank_hint=fields.number(data.get("order")),
             master_port=_bounded_int(data.get("master_port", 0), PORT_MAX),
+            domain=fields.names(data.get("domain", ()), DOMAIN_LEVELS_MAX),
         )
 
 

@@ -86,7 +86,7 @@ class Player:
     def __init__(self, world, number, order=None):
         self.world = world
         self.node = f"n{number}"
-        self.store = CutBoard(world.store.new_handle())
+        self.store = CutBoard(world.new_handle())
         self.me = Member(
             agent=str(UUID(int=world.next_agent())),
             node=self.node,
@@ -307,10 +307,12 @@ class World:
         decide: Callable = restart,
         n_workers=2,
         spares=0,
+        new_handle=None,
         **t,
     ):
         self.clock = FakeClock()
-        self.store = MemoryControlStore(self.clock)
+        self.new_handle = new_handle or MemoryControlStore(self.clock).new_handle
+        self.store = self.new_handle()
         self.policy = terms
         self.timing = LeaderTimeouts(**t)
         self.decide = decide

@@ -331,7 +331,7 @@ def _commit_follower(
         token=plan.endpoint.token,
         job=session.identity.folder,
         directory=plan.checkpoints.directory,
-        domain=domain_of(plan.checkpoints.domain, control.me.node, launch.env, log.warning),
+        domain=control.me.domain,
     )
     return CommitFollower(
         endpoint.store,
@@ -365,6 +365,7 @@ def _join_run(
         address=endpoint.address,
         n_workers=launch.config.nproc_per_node,
         node_rank_hint=launch.request.plan.order,
+        domain=domain_of(launch.request.plan.checkpoints.domain, node, launch.env, log.warning),
     )
     fresh = ControlRecord(
         run_id=identity.run_id,

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.control.membership import form_roster, trainable_count
+from gpuops.control.membership import N_STANDBYS, form_roster, succession_of, trainable_count
 from gpuops.control.record import Member, Roster
 from gpuops.incident.decision import OnExhausted, RestartPolicy
 
 
-def member(number, node=None, order=None):
+def member(number, node=None, order=None, domain=()):
     return Member(
+        domain=domain,
         agent=str(UUID(int=number)),
         node=node or f"n{number}",
         address="10.0.0.1",
@@ -144,3 +145,43 @@ def test_whoever_comes_and_goes(drawn):
             assert roster.members[place].node == old.node, "a survivor keeps its rank"
     survivors = {m.node for m in before.members} & there
     assert len(survivors & set(nodes(roster.members))) == min(len(survivors), size)
+
+
+def racks_of(members, order):
+    rack = {m.agent: m.domain for m in members}
+    return [rack[agent] for agent in order]
+
+
+def test_rank_0_leads_and_its_standbys_are_in_racks_and_rows_of_their_own():
+    members = [member(n, domain=(f"row{n // 64}", f"rack{n // 8}")) for n in range(128)]
+    order = succession_of(members)
+
+    assert order[0] == members[0].agent
+    assert sorted(order) == sorted(m.agent for m in members)
+    assert len(set(racks_of(members, order[: 2 * N_STANDBYS]))) == 2 * N_STANDBYS
+    assert [row for row, _rack in racks_of(members, order[:8])].count("row0") == 4
+
+
+def test_where_no_rack_is_known_no_two_standbys_are_neighbours():
+    members = [member(n) for n in range(128)]
+    ranks = [int(agent[-4:], 16) for agent in succession_of(members)]
+
+    assert ranks[:8] == [0, 16, 32, 48, 64, 80, 96, 112]
+    assert ranks[8:16] == [8, 24, 40, 56, 72, 88, 104, 120]
+    assert ranks[16:] == sorted(set(range(128)) - set(ranks[:16]))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 17])
+def test_few_members_lead_in_the_order_of_their_ranks_or_nearly_so(n):
+    order = succession_of([member(number) for number in range(n)])
+
+    assert len(order) == len(set(order)) == n
+    if n <= N_STANDBYS:
+        assert order == [member(number).agent for number in range(n)]
+
+
+def test_the_domain_of_a_member_comes_back_and_one_of_an_older_agent_is_unknown():
+    one = member(1, domain=("row", "rack"))
+
+    assert Member.from_json(one.to_json()) == one
+    assert Member.from_json(member(1).to_json()).domain == ()

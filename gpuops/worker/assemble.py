@@ -1,8 +1,10 @@
 """Make the parts of a state from the user's arguments."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +15,7 @@ from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.state.adapter import StateAdapter
 from gpuops.worker.state.model import ModelAdapter
 from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ValueAdapter
-from gpuops.worker.state.optimizer import OptimizerAdapter
+from gpuops.worker.state.optimizer import OptimizerAdapter, ZeroOptimizerAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +55,13 @@ class StateAssembler:
 
     def add_optimizer(self, optimizer: object) -> None:
         """Add the optimizer or optimizers; after the models, whose names they use."""
-        for key, value in _with_keys("optimizer", optimizer):
+        given = _with_keys("optimizer", optimizer)
+        for key, value in chain.from_iterable(_unwrapped(*pair) for pair in given):
             if isinstance(value, torch.optim.Optimizer):
-                self.optimizers.append(value)
-                self.adapters.append(
-                    OptimizerAdapter(
-                        key, value, self._parameter_names, allow_pickle=self._allow_pickle
-                    )
-                )
+                kind = ZeroOptimizerAdapter if _is_zero(value) else OptimizerAdapter
+                adapter = kind(key, value, self._parameter_names, allow_pickle=self._allow_pickle)
+                self.optimizers.append(adapter.optimizer)
+                self.adapters.append(adapter)
             else:
                 self.adapters.append(self._stateful_adapter(key, value))
 
@@ -154,6 +155,32 @@ def _with_keys(kind: str, value: object) -> Iterable[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         return [(f"{kind}.{index}", each) for index, each in enumerate(value)]
     return [(kind, value)]
+
+
+def _unwrapped(key: str, optimizer: object) -> Iterable[tuple[str, Any]]:
+    """Return the optimizers that *optimizer* steps, itself where it wraps none.
+
+    torchtitan's container has several; accelerate's and torchft's wrappers have one, and none of
+    the hooks of torch's own.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return [(key, optimizer)]
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, list | tuple):
+        return _with_keys(key, several)
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return [(key, optimizer)]
+    inner = getattr(optimizer, "optimizer", getattr(optimizer, "optim", None))
+    if not isinstance(inner, torch.optim.Optimizer):
+        name = type(optimizer).__qualname__
+        raise CheckpointError(f"{key} is a {name}, which wraps an optimizer: give that one")
+    return _unwrapped(key, inner)
+
+
+def _is_zero(optimizer: object) -> bool:
+    """Return whether this is torch's `ZeroRedundancyOptimizer`, which takes long to import."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _is_stateful(value: object) -> bool:

@@ -246,6 +246,43 @@ class OptimizerAdapter:
         return {**group, **settings, "params": group["params"]}
 
 
+class ZeroOptimizerAdapter(OptimizerAdapter):
+    """A `ZeroRedundancyOptimizer`: the state of its optimizer on this rank, its own settings.
+
+    It copies its settings to that optimizer when it steps, so schedulers change its own.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        optimizer: torch.optim.Optimizer,
+        names_of: NamesOf,
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        inner = vars(optimizer)["optim"]
+        super().__init__(key, inner, names_of, allow_pickle=allow_pickle)
+        self._outer = optimizer
+
+    def read(self) -> AdapterSnapshot:
+        _copy_settings(self._outer, self.optimizer)
+        return super().read()
+
+    def _load(
+        self,
+        state: Mapping[Any, Any],
+        groups: Sequence[dict[str, Any]],
+        parameters: Mapping[int, torch.Tensor],
+    ) -> None:
+        super()._load(state, groups, parameters)
+        _copy_settings(self.optimizer, self._outer)
+
+
+def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for group, copied in zip(source.param_groups, target.param_groups, strict=True):
+        copied.update(_settings(group))
+
+
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], Mapping[Any, Any]]:
     """Return the structure of the state, and the state, in the state dict's order.
 

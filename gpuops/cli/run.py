@@ -24,7 +24,7 @@ from gpuops.agent.launch.preconditions import refuse_foreign_proc, refuse_nested
 from gpuops.agent.launch.timeouts import Timeouts, timeouts_of
 from gpuops.agent.launch.torch_compat import require_torch
 from gpuops.cli.options import exit_on_ctrl_c, settings_of
-from gpuops.config.resolve import Settings, environ, unset_environ
+from gpuops.config.resolve import Settings, environ, unset_environ, update_environ
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
 from gpuops.host.container import container_facts
@@ -83,6 +83,8 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     except HelpAskedError as help_error:
         click.echo(str(help_error), nl=False)
         return 0
+    update_environ(typed.env)
+    env = environ()
     settings = settings_of(
         ctx, store__url=typed.store, spool__dir=typed.spool, run__dir=typed.run_dir
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpuops.agent.launch.launchers import CarriedOver, Read, carry_over, launcher_of, reader
 from gpuops.agent.launch.plan import LaunchPlan
 from gpuops.agent.launch.preconditions import check_program
 from gpuops.config.schema import SettingValue
@@ -101,13 +102,18 @@ class HelpAskedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedOptions:
-    """What stood on the command line, before environment, settings and Slurm are asked."""
+    """What stood on the command line, before environment, settings and Slurm are asked.
+
+    ``env`` and ``warnings``: of another launcher; the environment is its workers'.
+    """
 
     found: argparse.Namespace
     command: tuple[str, ...]
     store: str | None
     spool: str | None
     run_dir: str | None
+    env: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +164,19 @@ class _Help(argparse.Action):
 
 
 def read_words(
-    args: Sequence[str], env: Mapping[str, str], torch_parser: argparse.ArgumentParser
+    args: Sequence[str],
+    env: Mapping[str, str],
+    torch_parser: argparse.ArgumentParser,
+    read: Read | None = None,
 ) -> TypedOptions:
-    """Return what the words *args* say.
+    """Return what the words *args* say; *read* asks another launcher, see `carry_over`.
 
     Raises:
         UsageError: Whatever argparse refuses, in one line; no script; a script that cannot run.
         HelpAskedError: ``--help`` stood before the script.
     """
     parser = _parser(torch_parser, env)
-    found = _unwrap(parser, list(args))
+    found, launchers = _unwrap(parser, list(args), read or reader(env))
     if found.tee is None and found.redirects is None:
         found.tee, found.redirects = "3", "0"
     found.tee, found.redirects = found.tee or "0", found.redirects or "0"
@@ -178,6 +187,8 @@ def read_words(
         store=found.store,
         spool=found.spool,
         run_dir=found.run_dir,
+        env={name: value for each in launchers for name, value in each.env.items()},
+        warnings=tuple(line for each in launchers for line in each.warnings),
     )
 
 
@@ -361,23 +372,33 @@ def _both(group: argparse._ArgumentGroup, flag: str, **kept: Any) -> None:  # no
     group.add_argument(flag, *[other] * (other != flag), **kept)
 
 
-def _unwrap(parser: _Parser, args: list[str]) -> argparse.Namespace:
-    """Parse, and parse again what stands behind a launcher's name; flags of both count."""
-    found = argparse.Namespace()
+def _unwrap(
+    parser: _Parser, args: list[str], read: Read
+) -> tuple[argparse.Namespace, list[CarriedOver]]:
+    """Parse, and parse again what stands behind a launcher's name; flags of both count.
+
+    Of torchrun's flags the last one wins; those of other launchers give way to torchrun's.
+    """
+    found, launchers = argparse.Namespace(), list[CarriedOver]()
     while True:
         if args[:1] == ["--"]:
             args = args[1:]
         found = parser.parse_args(args, found)
-        rest = list(found.training_script_args)
-        name = Path(found.training_script).name
-        if found.no_python or found.module:
-            return found
-        if name == "torchrun":
+        rest, script = list(found.training_script_args), str(found.training_script)
+        launcher = launcher_of(script, is_module=bool(found.module))
+        if launcher is not None and not found.no_python:
+            typed = {name: getattr(found, name) for name in TORCH_OPTIONS}
+            launchers.append(carry_over(launcher, rest, typed, read))
+            found.module = False
+            args = launchers[-1].words(typed)
+        elif found.no_python or found.module:
+            return found, launchers
+        elif Path(script).name == "torchrun":
             args = rest
-        elif _PYTHON.fullmatch(name):
+        elif _PYTHON.fullmatch(Path(script).name):
             args = _behind_python(rest)
         else:
-            return found
+            return found, launchers
 
 
 def _behind_python(words: list[str]) -> list[str]:

@@ -70,7 +70,7 @@ def request_of(
         print_timeouts=found.print_timeouts,
         as_json=found.as_json,
         given={name: item.shown for name, item in options.items() if item.is_set},
-        warnings=_warnings(plan, timing),
+        warnings=(*typed.warnings, *_warnings(plan, timing)),
     )
 
 

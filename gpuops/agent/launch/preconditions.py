@@ -32,6 +32,12 @@ def check_program(found: argparse.Namespace) -> None:
     if path.is_dir():
         raise UsageError(f"{script!r} is a directory; name a script, or use -m")
     if not path.exists():
+        if place := shutil.which(script):
+            raise UsageError(
+                f"{script!r} is a program ({place}), not a script in {Path.cwd()}; write that path "
+                "or -m MODULE for a Python program, or --no-python before it for any other; of "
+                "launchers, accelerate, deepspeed, litgpt, torchrun and trl are known"
+            )
         raise UsageError(f"the script {script!r} does not exist in {Path.cwd()}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"the script {script!r} cannot be read by this user")

@@ -25,6 +25,7 @@ from gpuops.incident.decision import (
 )
 from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Side
 
+_ALL_DONE = "every rank exited with code 0"
 FIRST_CALL_TIMEOUT_S = 30.0  # torchrun's last call: nodes of one job start at different times
 
 # The decision and a note on how it was made; None while a decision service is still being asked.
@@ -208,7 +209,7 @@ def _while_running(seen: Observation, policy: LeaderPolicy, by: str) -> Change |
     finished = {a for a, report in seen.reports.items() if report.kind is ReportKind.DONE}
     unfinished = [member for member in roster.members if member.agent not in finished]
     if not unfinished:
-        return _stopping(seen, EXIT_OK, "every rank exited with code 0", by)
+        return _stopping(seen, EXIT_OK, _ALL_DONE, by)
     lost = [m for m in unfinished if seen.liveness[m.agent] is Liveness.DEAD]
     if not lost:
         # Nodes that join now would have the whole job begin again.
@@ -392,6 +393,10 @@ def _while_draining(seen: Observation, by: str) -> Change | None:
         seen.liveness[member.agent] is not Liveness.DEAD for member in seen.missing
     ):
         return None
+    members = () if seen.trains is None else seen.trains.members
+    reports = [seen.reports.get(member.agent) for member in members]
+    if members and all(found is not None and found.kind is ReportKind.DONE for found in reports):
+        return _stopping(seen, EXIT_OK, _ALL_DONE, by)
     return _stopping(seen, EXIT_REQUEUE, seen.record.reason, by)
 
 

@@ -85,6 +85,8 @@ class WorkerFlag(IntFlag):
     HANDLES_SIGUSR1 = 1 << 1
     HANDLES_SIGUSR2 = 1 << 2  # SIGUSR2 writes the stacks of all threads to ``GPUOPS_STACKS``
     STOP_POLLED = 1 << 8  # the script has called `gpuops.should_stop`
+    STOP_RETURNED = 1 << 9  # and was told to stop
+    PROGRAM_ENDED = 1 << 10  # as `WorkerPhase.FINISHED`: the process only has things to tidy up
     SIGNALLED = 1 << 16  # SIGTERM or SIGUSR1 reached the worker itself while `Request.NONE`
     HANDLER_RAN = 1 << 17  # a signal met our handler: the script has none of its own
 

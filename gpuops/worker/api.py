@@ -114,13 +114,20 @@ def should_stop() -> bool:
         return False
     try:
         _heart.flag(WorkerFlag.STOP_POLLED)
-        request, stop_step = _heart.request()
-        if request is AgentRequest.DRAIN:
-            step = _heart.step
-            return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
-        return request is AgentRequest.TERMINATE or _is_unanswered(time.monotonic_ns())
+        if not _is_asked(_heart):
+            return False
+        _heart.flag(WorkerFlag.STOP_RETURNED)
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
         return False
+    return True
+
+
+def _is_asked(heart: Heartbeat) -> bool:
+    request, stop_step = heart.request()
+    if request is AgentRequest.DRAIN:
+        step = heart.step
+        return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
+    return request is AgentRequest.TERMINATE or _is_unanswered(time.monotonic_ns())
 
 
 _heart: Heartbeat | None = None
@@ -142,6 +149,8 @@ def finish(phase: WorkerPhase) -> None:
         return
     with contextlib.suppress(Exception):
         _heart.enter(phase)
+        if phase is WorkerPhase.FINISHED:
+            _heart.flag(WorkerFlag.PROGRAM_ENDED)
 
 
 def has_failed() -> bool:

@@ -119,6 +119,8 @@ class Heartbeat:
         with self._lock:
             before, self._phase = self._phase, (phase, name)
             self._beat(*self._last_step(), phase, name)
+            if self._on:
+                write_flags(self._ring, self._handlers(), _HANDLERS)
         return before
 
     @property

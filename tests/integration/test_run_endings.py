@@ -91,6 +91,29 @@ def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, numb
     assert not rings.exists()
 
 
+def test_a_notice_that_comes_while_every_rank_ends_by_itself_changes_nothing(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import atexit, pathlib, time\n"
+        "def tidy():\n"
+        "    print('tidying up', flush=True)\n"
+        "    end = time.monotonic() + 60\n"
+        f"    while time.monotonic() < end and not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n"
+        "        time.sleep(0.02)\n"
+        "atexit.register(tidy)\n"
+    )
+    with Run(tmp_path / "run", script) as run:
+        run.wait_for_output("[default0]:tidying up")
+        run.wait_for_output("[default1]:tidying up")
+        run.signal(signal.SIGTERM)
+        wait_until(lambda: run.payloads("drain.requested"), what="the drain")
+        (tmp_path / "go").touch()
+
+        assert run.finish() == 0, run.said()
+    assert run.incidents() == []
+    assert run.payloads("run.ended")[0]["outcome"] == "completed"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_preemption_while_torch_is_imported_asks_for_a_requeue(tmp_path, number):
     with Run(tmp_path, PLAIN, "sleep") as run:

@@ -163,7 +163,8 @@ class AttemptRunner:
         self._result = None
         journal = self._session.journal
         self._session.safely("keeping the time", lambda: journal.mark("stopped"))
-        ending.report(trigger, codes)
+        was_asked = self._draining is None or not self._draining.ended_unasked()
+        ending.report(trigger, codes, was_asked=was_asked)
         record = ending.await_decision()
         self._write_state("restarting" if record.phase is not RunPhase.STOP else "ended")
         if record.phase is RunPhase.STOP:

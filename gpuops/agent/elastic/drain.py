@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 
 # The steps in a heartbeat are at most that old: it was held, and the next one is under way.
 HEARTBEAT_AGE_S = 2 * HOLD_S
+_ENDS_BY_ITSELF = WorkerFlag.STOP_POLLED | WorkerFlag.PROGRAM_ENDED
+_HANDLES = {
+    signal.SIGTERM: WorkerFlag.HANDLES_SIGTERM,
+    signal.SIGUSR1: WorkerFlag.HANDLES_SIGUSR1,
+}
 
 
 class Draining:
@@ -52,6 +57,7 @@ class Draining:
             worker.ring.request(
                 AgentRequest.DRAIN, STEP_UNKNOWN if stop_step is None else stop_step
             )
+        self._ours = _HANDLES.get(number, WorkerFlag(0))
         # After the request: our handler takes a signal before it for a notice of its own.
         self._forwarded = self._forward(number)
 
@@ -65,10 +71,21 @@ class Draining:
             if not self._cooperates(worker.rank)
         ) and not any(self._cooperates(worker.rank) for worker in self._workers.all)
 
+    def ended_unasked(self) -> bool:
+        """Return whether the workers, all of which have ended, ended by themselves.
+
+        None was told to stop, nor has a handler of its own, which may have heard the signal. A
+        worker of which that is not known counts as asked.
+        """
+        return not self._forwarded and all(
+            worker.ring.flags & self._ours and not worker.ring.flags & WorkerFlag.STOP_RETURNED
+            for worker in self._workers.all
+        )
+
     def _cooperates(self, rank: int) -> bool:
         flags = self._workers.of_rank(rank).ring.flags
         has_own_handler = rank in self._forwarded and not flags & WorkerFlag.HANDLER_RAN
-        return has_own_handler or bool(flags & WorkerFlag.STOP_POLLED)
+        return has_own_handler or bool(flags & _ENDS_BY_ITSELF)
 
     def _has_stepped(self, rank: int) -> bool:
         """Say whether *rank* made a step since the drain began; one that never beats cannot."""
@@ -77,15 +94,10 @@ class Draining:
 
     def _forward(self, number: signal.Signals) -> frozenset[int]:
         """Pass the signal on to workers that handle it themselves; return their ranks."""
-        ours = {
-            signal.SIGTERM: WorkerFlag.HANDLES_SIGTERM,
-            signal.SIGUSR1: WorkerFlag.HANDLES_SIGUSR1,
-        }.get(number)
         forwarded = set()
         for worker in self._workers.all:
-            is_ours = ours is not None and bool(worker.ring.flags & ours)
             if (
-                not is_ours
+                not worker.ring.flags & self._ours
                 and number in self._caught(worker.pid)
                 and self._workers.signal(worker.local_rank, number)
             ):

@@ -143,8 +143,13 @@ class AttemptFinish:
         urgent = self._services.cancellation
         self._workers.end(SIGTERM, self._services.failure_grace_s, lambda: urgent.is_urgent)
 
-    def report(self, trigger: EndTrigger, codes: Mapping[int, int]) -> None:
-        """Record what happened here and file it for whoever decides."""
+    def report(
+        self, trigger: EndTrigger, codes: Mapping[int, int], *, was_asked: bool = True
+    ) -> None:
+        """Record what happened here and file it for whoever decides.
+
+        Workers that ended with exit code 0 while the run drains are done unless one *was_asked* to.
+        """
         session = self._services.session
         journal = session.journal
         exits = self._workers.exits(self._services.node, journal.rank_progress, codes)
@@ -163,10 +168,16 @@ class AttemptFinish:
         is_interrupted = is_interrupted and not self._workers.stuck_ranks
         report = with_stuck(report, self._workers.stuck_ranks)
         self._evidence += exiting_evidence(self._workers.exiting_ranks)
+        drains = self._services.control.record.phase is RunPhase.DRAIN
+        if drains and was_asked and report.kind is ReportKind.DONE:
+            report = replace(report, kind=ReportKind.STOPPED)
         self._file(report)
-        if self._services.control.record.phase is RunPhase.DRAIN:
+        if drains:
             name = self._services.control.record.drain_signal or "SIGTERM"
             self._save_last(self._left_s(name))
+        if drains and report.kind is ReportKind.DONE:
+            session.safely("recording the success", journal.attempt_completed)
+        elif drains:
             session.safely(
                 "recording the drain", lambda: journal.drained(name, exits, EXIT_REQUEUE)
             )

@@ -58,6 +58,19 @@ def test_whoever_asks_has_until_the_deadline(clock):
     assert [ring.wanted for ring in workers.rings] == [(AgentRequest.DRAIN, 70)] * 2
 
 
+def test_a_program_that_has_ended_may_tidy_up(clock):
+    workers = FakeWorkers(1)
+    workers.beat(0)
+    draining = drain(workers, clock)
+    workers.beat(0)
+    workers.rings[0].flags = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.PROGRAM_ENDED
+    assert not draining.is_over()
+    workers.end_all(0)
+
+    assert draining.is_over()
+    assert draining.ended_unasked()
+
+
 def test_without_a_common_step_the_ranks_are_asked_to_stop_at_once(clock):
     workers = FakeWorkers(1)
     drain(workers, clock)

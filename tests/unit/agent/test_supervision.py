@@ -373,6 +373,50 @@ def test_a_notice_of_preemption_drains_the_run(node):
     assert incident["title"].startswith("drained on SIGTERM")
 
 
+def at_their_end(node, flags=WorkerFlag.HANDLES_SIGTERM):
+    def end():
+        for ring in node.agent.workers.rings:
+            ring.flags = flags
+        node.agent.workers.codes = {0: 0, 1: 0}
+
+    return end
+
+
+@pytest.mark.parametrize("looks", [1, 0])
+def test_ranks_that_end_by_themselves_while_the_run_drains_are_done(node, looks):
+    def asked():
+        node.agent.workers.beat(0, 1)
+        notice(node)()
+        if not looks:
+            at_their_end(node)()
+
+    story = [asked, *[lambda: None] * looks, at_their_end(node)]
+    record = over(node.then(*story).watch())
+
+    assert (record.phase, record.exit_code) == (RunPhase.STOP, 0)
+    assert node.file_report().kind is ReportKind.DONE
+    told = node.agent.told("incident.recorded", "attempt.ended")
+    assert [end["outcome"] for end in told["attempt.ended"]] == ["completed"]
+    assert not told["incident.recorded"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(WorkerFlag(0), id="with a handler of its own"),
+        pytest.param(
+            WorkerFlag.HANDLES_SIGTERM | WorkerFlag.STOP_POLLED | WorkerFlag.STOP_RETURNED,
+            id="as should_stop said",
+        ),
+    ],
+)
+def test_ranks_that_end_with_0_as_they_were_asked_to_are_drained(node, flags):
+    story = [lambda: node.agent.workers.beat(0, 1), notice(node), at_their_end(node, flags)]
+    record = over(node.then(*story).watch())
+
+    assert (record.exit_code, node.file_report().kind) == (85, ReportKind.STOPPED)
+
+
 def test_a_notice_to_a_worker_counts_as_one_to_us(node):
     flags = lambda: setattr(node.agent.workers.rings[1], "flags", WorkerFlag.SIGNALLED)  # noqa: E731
 

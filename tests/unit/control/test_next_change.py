@@ -84,6 +84,12 @@ FULL = {"ready": (member(1), member(2)), "candidate": roster(1, 2)}
 HALF = {"ready": (member(1),), "candidate": roster(1)}
 EXITS = {
     "all done": (RunPhase.RUN, {"reports": BOTH_DONE}, EXIT_OK),
+    "all done while it drained": (RunPhase.DRAIN, {"reports": BOTH_DONE}, EXIT_OK),
+    "one done, one drained": (
+        RunPhase.DRAIN,
+        {"reports": {"a1": report(ReportKind.DONE, 1), "a2": report(number=2)}},
+        EXIT_REQUEUE,
+    ),
     "drained": (RunPhase.DRAIN, {"reports": BOTH_STOPPED}, EXIT_REQUEUE),
     "drained, one dead": (
         RunPhase.DRAIN,

@@ -203,11 +203,14 @@ def test_a_drain_is_obeyed_and_the_script_has_asked(tmp_path):
     with Worker(tmp_path, STOPPING) as worker:
         worker.beats(3)
         assert WorkerFlag.STOP_POLLED in worker.reader.flags
+        assert WorkerFlag.STOP_RETURNED not in worker.reader.flags
         assert worker.reader.request(AgentRequest.DRAIN)
         code, said = worker.end()
+        flags = worker.reader.flags
 
     assert code == 0
     assert said.startswith("left at")
+    assert WorkerFlag.STOP_RETURNED | WorkerFlag.PROGRAM_ENDED in flags
 
 
 def test_a_drain_at_a_step_is_obeyed_at_that_step(tmp_path):

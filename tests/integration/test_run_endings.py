@@ -92,13 +92,13 @@ def test_a_cancelled_run_leaves_no_worker_and_one_closed_incident(tmp_path, numb
 
 
 def test_a_notice_that_comes_while_every_rank_ends_by_itself_changes_nothing(tmp_path):
-    script = tmp_path / "ends.py"
+    script, go = tmp_path / "ends.py", tmp_path / "go"
     script.write_text(
         "import atexit, pathlib, time\n"
         "def tidy():\n"
         "    print('tidying up', flush=True)\n"
         "    end = time.monotonic() + 60\n"
-        f"    while time.monotonic() < end and not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n"
+        f"    while time.monotonic() < end and not pathlib.Path({str(go)!r}).exists():\n"
         "        time.sleep(0.02)\n"
         "atexit.register(tidy)\n"
     )
@@ -107,7 +107,7 @@ def test_a_notice_that_comes_while_every_rank_ends_by_itself_changes_nothing(tmp
         run.wait_for_output("[default1]:tidying up")
         run.signal(signal.SIGTERM)
         wait_until(lambda: run.payloads("drain.requested"), what="the drain")
-        (tmp_path / "go").touch()
+        go.touch()
 
         assert run.finish() == 0, run.said()
     assert run.incidents() == []

@@ -5,6 +5,7 @@ launcher that supervises half is worse than none.
 """
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 # The monitor aborts a rank whose watchdog is stuck: after the collective's own time-out has had the
 # time to dump and to speak. torch's default, 480 s, comes before it.
 HEARTBEAT_MARGIN_S = 120.0
+_WHY_CHARS_MAX = 400
 ENTRIES = "2000"  # torch 2.13's own default
 DUMP_PREFIX = "flight_recorder_rank_"
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -142,15 +144,22 @@ def require_torch() -> str:
     """Return torch's version, once all that we lean on is there.
 
     Raises:
-        UnsupportedTorchError: No torch, or one that lacks some of `NAMES`.
+        UnsupportedTorchError: No torch, one that does not load, or lacks some of `NAMES`.
     """
     if find_spec("torch") is None:
         raise UnsupportedTorchError(
             "`gpuops run` needs torch, which is not installed here; "
             "try: pip install 'torch>=2.8' numpy"
         )
+    try:
+        version = str(importlib.import_module("torch").__version__)
+    except Exception as exc:  # boundary: whatever a broken installation raises
+        why = " ".join(str(exc).split())[:_WHY_CHARS_MAX]
+        raise UnsupportedTorchError(
+            f"`gpuops run` needs torch, and it does not load: {type(exc).__name__}: {why}; repair "
+            f"the installation until `{sys.executable} -c 'import torch'` works"
+        ) from exc
     missing = missing_names(NAMES)
-    version = str(importlib.import_module("torch").__version__)
     if missing:
         raise UnsupportedTorchError(
             f"torch {version} is not supported by this gpuops: it lacks {', '.join(missing)}; "

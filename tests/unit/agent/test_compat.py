@@ -1,6 +1,7 @@
 """An unsupported torch is refused by name."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,26 @@ def test_every_private_attribute_in_the_agent_is_its_own_or_listed(path):
     }
 
     assert {name for name in used - own if not is_reached(f".{name}")} == set()
+
+
+def test_a_torch_that_does_not_load_is_one_sentence(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file:\\nno such file')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuops", "run", "x.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(gpuops.agent.__file__).parents[2]}"},
+    )
+
+    assert done.returncode == 64
+    (line,) = done.stderr.splitlines()
+    assert "does not load: ImportError: libcudart.so.12: cannot open shared object file: no" in line
+    assert f"{sys.executable} -c 'import torch'" in line
 
 
 def test_without_torch_the_command_says_what_to_install(tmp_path):

@@ -21,7 +21,12 @@ from gpuops.report.render.incident_text import (
 )
 from gpuops.report.render.json_bodies import report_json
 from gpuops.report.render.run_text import report_text
-from gpuops.report.run_status import judge_liveness, observe_agent
+from gpuops.report.run_status import (
+    find_run_folder,
+    has_journal,
+    judge_liveness,
+    observe_agent,
+)
 from gpuops.report.time_breakdown import AgentLiveness, RunBreakdown, break_down_run
 from gpuops.store.engine import IncidentStore
 from gpuops.store.history import load_journal, store_for_reading
@@ -31,7 +36,7 @@ run_dir_option = click.option(
     "--run-dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Read this run directory alone, no store.",
+    help="Read this run directory alone, or RUN's in this parent of run directories; no store.",
 )
 
 
@@ -55,6 +60,16 @@ def open_history(ctx: click.Context, store_url: str | None, run_dir: Path | None
         clock=SystemClock(),
         root=settings.root,
     )
+
+
+def _choose_run(run_dir: Path | None, run_id_part: str | None) -> tuple[Path | None, str | None]:
+    """Return the directory of the run, and what names it there; *run_dir* may be its parent."""
+    if run_dir is None or has_journal(run_dir):
+        return run_dir, run_id_part
+    found = find_run_folder(run_dir, run_id_part, has_journal)
+    if found is None and run_id_part is not None and find_run_folder(run_dir, None, has_journal):
+        raise UsageError(f"no run in {run_dir} has an id that starts or ends with {run_id_part!r}")
+    return (run_dir, run_id_part) if found is None else (found, None)
 
 
 def print_notes(store: IncidentStore) -> None:
@@ -81,7 +96,7 @@ def report(
 
     RUN is the end (or the beginning) of a run's id; without it, the newest run.
     """
-    wanted = _run_argument(words)
+    run_dir, wanted = _choose_run(run_dir, _run_argument(words))
     with open_history(ctx, store, run_dir) as opened:
         found = _read_breakdown(opened, wanted, run_dir)
         if as_json:
@@ -147,6 +162,7 @@ def list_incidents(
     as_json: bool,
 ) -> None:
     """List incidents, newest first."""
+    run_dir, run = _choose_run(run_dir, run)
     with open_history(ctx, store, run_dir) as opened:
         with opened.begin() as connection:
             run_id = None if run is None else run_queries.find_run(connection, run).id

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,10 +111,23 @@ QUERY_TIMEOUT_S = 2.0  # for the whole answer, however slowly it arrives
 _CHUNK_BYTES = 2**16
 
 
-def find_run_folder(parent: Path, wanted_name: str | None) -> Path | None:
+def has_state(folder: Path) -> bool:
+    """Return whether *folder* is one that an agent of a run has written its state to."""
+    return any(read_states(folder))
+
+
+def has_journal(folder: Path) -> bool:
+    """Return whether *folder* holds the journal of a run, which may never have started workers."""
+    return (folder / "journal").is_dir()
+
+
+def find_run_folder(
+    parent: Path, wanted_name: str | None, is_run: Callable[[Path], bool] = has_state
+) -> Path | None:
     """Return the folder of the run *wanted_name* (an end of its id, or a folder), else the newest.
 
-    Names begin with the time of the launch, so that the last by name is the newest.
+    Names begin with the time of the launch, so that the last by name is the newest. *is_run* says
+    which folders count.
     """
     try:
         names = sorted(entry.name for entry in parent.iterdir())[-FOLDERS_MAX:]
@@ -122,7 +135,7 @@ def find_run_folder(parent: Path, wanted_name: str | None) -> Path | None:
         return None
     for name in reversed(names):
         folder = parent / name
-        if _matches_name(folder, wanted_name) and any(read_states(folder)):
+        if _matches_name(folder, wanted_name) and is_run(folder):
             return folder
     return None
 
@@ -199,6 +212,8 @@ def _matches_name(folder: Path, wanted_name: str | None) -> bool:
     if wanted_name is None or folder.name == wanted_name:
         return True
     part = wanted_name.strip().lower()
+    if part and folder.name.endswith(f"-{part}"):  # where no state was written
+        return True
     ids = {str(state.get("run_id")) for state in read_states(folder)}
     return any(run_id.startswith(part) or run_id.endswith(part) for run_id in ids)
 

@@ -194,6 +194,30 @@ def test_a_run_whose_agent_is_gone_is_not_said_to_be_running(call, tmp_path, mon
     assert json.loads(call("report", "--json")[1])["run"]["agent"] == "gone"
 
 
+@pytest.mark.parametrize("words", [(), ("abcd1234",), ("0190f6a0",), ("20260101T-run-abcd1234",)])
+def test_the_parent_of_run_directories_is_read_as_run_status_reads_it(call, run_dir, words):
+    parent = run_dir.parent / "runs"
+    (parent / "20260102T-empty-ffff0000").mkdir(parents=True)
+    run_dir.rename(parent / "20260101T-run-abcd1234")
+    state = {"run_id": "0190f6a0-0000-7000-8000-0000abcd1234"}
+    (parent / "20260101T-run-abcd1234" / "state.json").write_text(json.dumps(state))
+
+    code, out, _ = call("report", *words, "--run-dir", str(parent))
+    assert (code, out.splitlines()[0][:23]) == (0, "run demo (abcd1234) com")
+    code, out, _ = call(
+        "incident", "ls", *(("--run", *words) if words else ()), "--run-dir", str(parent)
+    )
+    assert (code, "SIGKILL" in out) == (0, True)
+
+
+def test_a_run_that_is_not_in_the_parent_is_named(call, run_dir):
+    code, _, err = call("report", "dddd", "--run-dir", str(run_dir.parent))
+
+    assert code == 64
+    assert "no run in" in err
+    assert "'dddd'" in err
+
+
 def test_incident_ls_lists_and_filters(call, run_dir):
     everything = json.loads(call("incident", "ls", "--json")[1])
     assert everything["schema"] == "gpuops.incidents/1"

@@ -4,9 +4,11 @@ An agent that was restarted enters like any other; the place of its dead predece
 it fills, because its node has the same name.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from gpuops.control.record import (
     ENTRY_ERRORS,
@@ -14,6 +16,7 @@ from gpuops.control.record import (
     ControlKeys,
     ControlRecord,
     Member,
+    RecordError,
     RecordView,
     RunPhase,
     pack,
@@ -21,7 +24,7 @@ from gpuops.control.record import (
 )
 from gpuops.control.store import ControlStore, Entry
 from gpuops.control.tcp.server import RUN_OVER_KEY
-from gpuops.errors import UsageError
+from gpuops.errors import EXIT_USAGE, UsageError
 from gpuops.host.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -54,10 +57,11 @@ def join(
 
     Raises:
         RunIsOverError: See there.
-        UsageError: It is another job's run, or another agent of this node is part of it.
+        UsageError: It is another job's run, another agent of this node is part of it, or its agents
+            have another version of gpuops; that run ends, too, if it has not trained yet.
         ControlStoreError: See `ControlStore`.
     """
-    record, entry = _create_or_find(store, new_record, wait)
+    record, entry = _create_or_find(store, new_record, own_member.node, wait)
     if record is new_record:
         store.delete(RUN_OVER_KEY)  # sent to the server by the run before this one
     else:
@@ -79,7 +83,7 @@ def join(
 
 
 def _create_or_find(
-    store: ControlStore, new_record: ControlRecord, wait: Callable[[float], object]
+    store: ControlStore, new_record: ControlRecord, node: str, wait: Callable[[float], object]
 ) -> tuple[ControlRecord, Entry]:
     """Return the record of the run of this key, which is *new_record* where no other lives."""
     version = 0
@@ -92,29 +96,86 @@ def _create_or_find(
         version = entry.version
         if version == 0:
             continue  # taken off the control store by the last agent of the run before
+        origin = _origin_of(entry.value)
+        if origin.gpuops_version != new_record.gpuops_version:
+            if _has_live_agent(store, origin.run_id, wait, is_new=True):
+                _reject_other_version(store, entry, origin, new_record.gpuops_version, node)
+            store.delete(f"{ControlKeys(run_id=origin.run_id).prefix}/")
+            continue
         record = ControlRecord.from_bytes(entry.value)
         is_same_job = record.fingerprint == new_record.fingerprint
         if is_same_job and record.phase is not RunPhase.STOP:
             return record, entry
-        if _has_live_agent(store, record, wait):
+        if _has_live_agent(store, record.run_id, wait):
             raise RunIsOverError(record) if is_same_job else UsageError(_OTHER_JOB)
         # Its agents were killed before they could clean up. Of several that find it so, one
         # changes the record; the others find that one's.
         store.delete(f"{ControlKeys(run_id=record.run_id).prefix}/")
 
 
+@dataclass(frozen=True, slots=True)
+class _RecordOrigin:
+    """What a record of any version of gpuops says of the run that it is of."""
+
+    gpuops_version: str
+    node: str
+    run_id: str
+    is_before_training: bool
+
+
+def _origin_of(data: bytes) -> _RecordOrigin:
+    """Return what the record in *data* says, in whatever version it is written.
+
+    Raises:
+        RecordError: Not a JSON object.
+    """
+    try:
+        body = json.loads(data)
+        phase, generation = body.get("phase"), body.get("generation")
+    except ENTRY_ERRORS as exc:
+        raise RecordError(f"not a control record: {exc!r}") from exc
+    return _RecordOrigin(
+        gpuops_version=str(body.get("gpuops") or ""),
+        node=str(body.get("node") or ""),
+        run_id=str(body.get("run_id") or ""),
+        is_before_training=(phase, generation) == (RunPhase.RENDEZVOUS.value, 0),
+    )
+
+
+def _stopped_by_other_version(data: bytes, reason: str, by: str) -> bytes:
+    """Return the record in *data*, of a run of another version of gpuops, with its run ended."""
+    body = json.loads(data)
+    end = {"phase": RunPhase.STOP.value, "exit_code": EXIT_USAGE, "reason": reason}
+    return json.dumps({**body, **end, "decided_by": by}, separators=(",", ":")).encode()
+
+
+def _reject_other_version(
+    store: ControlStore, entry: Entry, origin: _RecordOrigin, own_version: str, node: str
+) -> NoReturn:
+    """Refuse to join a run of another version; end it if it has not trained yet."""
+    version = origin.gpuops_version or "of an older version"
+    why = (
+        f"node {node} has gpuops {own_version}, and node {origin.node or 'of the first agent'} has "
+        f"gpuops {version}: all nodes of a run need the same version; install it on all of them"
+    )
+    if origin.is_before_training:
+        stopped = _stopped_by_other_version(entry.value, why, node)
+        # Where the record has changed meanwhile, the others go on, and this node is not of them.
+        store.compare_and_set(RECORD_KEY, stopped, version=entry.version)
+    raise UsageError(why)
+
+
 def _has_live_agent(
-    store: ControlStore, record: ControlRecord, wait: Callable[[float], object]
+    store: ControlStore, run_id: str, wait: Callable[[float], object], *, is_new: bool = False
 ) -> bool:
-    keys = ControlKeys(run_id=record.run_id)
+    """Say whether an agent of the run lives; the first one of a new run may just be joining."""
+    keys = ControlKeys(run_id=run_id)
     versions = {key: entry.version for key, entry in store.list(keys.heartbeat()).items()}
-    if not versions:
+    if not versions and not is_new:
         return False
     wait(LIVENESS_CHECK_S)
     entries = store.list(keys.heartbeat())
-    return any(
-        entries[key].version > version for key, version in versions.items() if key in entries
-    )
+    return any(entry.version > versions.get(key, 0) for key, entry in entries.items())
 
 
 def _reject_second_agent(

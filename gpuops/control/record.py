@@ -199,6 +199,8 @@ class ControlRecord:
     generation: int
     phase: RunPhase
     since_s: float
+    gpuops_version: str = ""  # of the agent that made the record, and its node
+    made_by: str = ""
     fingerprint: str = ""  # of the command: agents of another job are not of this run
     reason: str = ""
     trigger: ReportKind | None = None  # what took the generation to GATHER
@@ -222,6 +224,8 @@ class ControlRecord:
                 "generation": self.generation,
                 "phase": self.phase.value,
                 "since_s": self.since_s,
+                "gpuops": self.gpuops_version,
+                "node": self.made_by,
                 "fingerprint": self.fingerprint,
                 "reason": self.reason,
                 "trigger": self.trigger and self.trigger.value,
@@ -255,6 +259,8 @@ class ControlRecord:
                 generation=_generation(body["generation"]),
                 phase=RunPhase(body["phase"]),
                 since_s=fields.seconds(body["since_s"]),
+                gpuops_version=fields.text(body.get("gpuops")) or "",
+                made_by=fields.text(body.get("node")) or "",
                 fingerprint=fields.text(body.get("fingerprint")) or "",
                 reason=fields.text(body.get("reason"), REASON_CHARS_MAX) or "",
                 trigger=ReportKind(trigger) if trigger else None,

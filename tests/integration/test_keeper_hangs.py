@@ -10,9 +10,11 @@ from support.keeper_ranks import Rank, until
 from support.keepers import Heard
 from support.runs import is_alive
 
+from gpuops import __version__
 from gpuops.agent.checkpoint.api import KEEPER
 from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
 from gpuops.agent.checkpoint.start import start_keeper
+from gpuops.checkpoint.keeper import process
 from gpuops.checkpoint.keeper.connection import KeeperConnection, KeeperGoneError
 from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.keeper.process import probe_or_kill, sample_process, start_or_adopt
@@ -115,3 +117,18 @@ def test_a_hang_is_named_where_the_keeper_after_it_cannot_begin(tmp_path, stack)
         start_or_adopt(tmp_path / "k", lease_s=30.0, ready_s=0.0)
 
     assert not is_alive(keeper.pid)
+
+
+def test_a_keeper_of_another_version_is_not_adopted_and_it_is_said(tmp_path, stack, monkeypatch):
+    keeper = start_or_adopt(tmp_path / "k", lease_s=30.0)
+    stack.callback(keeper.kill)
+    monkeypatch.setattr(process, "__version__", "9.9")
+
+    found = start_or_adopt(tmp_path / "k", lease_s=30.0)
+    stack.callback(found.kill)
+
+    assert not found.is_adopted
+    assert not is_alive(keeper.pid)
+    assert found.killed_why == (
+        f"its keeper (pid {keeper.pid}) is of gpuops {__version__}, and this is 9.9"
+    )

@@ -379,7 +379,7 @@ def test_a_keeper_that_hangs_is_replaced_and_the_last_step_is_saved_all_the_same
 
     assert re.search(r"rank 0 weights \w+ after 7 steps", run.said())
     assert [p["outcome"] for p in run.payloads("run.ended")] == ["completed"]
-    assert "the keeper of the checkpoints hung and was ended" in run.said()
+    assert "the keeper of the checkpoints was ended (its keeper" in run.said()
     assert any("stopped by a signal" in p["error"] for p in run.payloads("tool.failed"))
     assert "the checkpoint of step 7 persisted" in run.said()
     assert max(path.name[:17] for path in (tmp_path / "ckpt").glob("step-*")) == (

@@ -79,7 +79,7 @@ class CheckpointRecord:
         if started.ended:
             self.failed("keeping checkpoints in memory", KeeperError(started.ended))
         if started.ended or (lost is not None and newest is None):
-            how = f"hung and was ended ({started.ended})" if started.ended else "died"
+            how = f"was ended ({started.ended})" if started.ended else "died"
             what = "its state" if lost is None else f"the state of step {lost.step}"
             self._warn(
                 f"the keeper of the checkpoints {how}, and {what} in memory is lost; it was "

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from torch.distributed.launcher.api import LaunchConfig
 
+from gpuops import __version__
 from gpuops.agent.checkpoint.api import CheckpointService
 from gpuops.agent.checkpoint.failure_history import FailureRecord, failures_on_record
 from gpuops.agent.checkpoint.follower import CommitFollower
@@ -373,6 +374,8 @@ def _join_run(
         generation=0,
         phase=RunPhase.RENDEZVOUS,
         since_s=0.0,
+        gpuops_version=__version__,
+        made_by=node,
         fingerprint=fingerprint(launch.request),
     )
     return me, join(endpoint.store, me, fresh, launch.clock, threading.Event().wait)

@@ -31,6 +31,7 @@ from gpuops.checkpoint.types import (
 from gpuops.wire.messages import Limit, Message, plain
 
 VERSION = 1
+VERSION_CHARS_MAX = 64
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 8
 NO_DIRECTORY = "no directory for checkpoints is set"  # why nothing is persisted
@@ -213,9 +214,10 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class HelloReply(Message):
-    """The pid of the connected agent, if any."""
+    """The pid of the connected agent, if any, and the keeper's version of gpuops."""
 
     agent: int | None = None
+    version: Annotated[str, Limit(VERSION_CHARS_MAX)] = ""
 
 
 @dataclass(frozen=True, slots=True)

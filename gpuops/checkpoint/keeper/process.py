@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuops import __version__
 from gpuops.checkpoint.keeper.connection import (
     KeeperConnection,
     KeeperGoneError,
@@ -43,7 +44,11 @@ class ProcessSample:
     cpu_ticks: int
 
 
-class KeeperHungError(KeeperError):
+class KeeperEndedError(KeeperError):
+    """The keeper was killed, and its states are lost; the message says why."""
+
+
+class KeeperHungError(KeeperEndedError):
     """The keeper hung and was killed; the message says why it counted as hung."""
 
 
@@ -180,8 +185,9 @@ def start_or_adopt(
 ) -> KeeperProcess:
     """Return the keeper of *folder*, which is created if missing, for this user only.
 
-    A running keeper without an agent is adopted, with its states; one that hangs is killed, and its
-    states are lost, which takes about 20 seconds at most. Otherwise a new one is started, which
+    A running keeper without an agent is adopted, with its states. One that hangs, which takes
+    about 20 seconds at most to see, or is of another version of gpuops, whose states this one might
+    misread, is killed, and its states are lost. Otherwise a new one is started, which
     ends *lease_s* seconds after the last agent and rank have disconnected.
 
     Raises:
@@ -192,42 +198,54 @@ def start_or_adopt(
     if why is not None:
         raise KeeperError(f"the keeper cannot use {folder}: {why}")
     path = keeper_socket_path(folder.absolute())
-    end_s, hung = time.monotonic() + ready_s, ""
+    end_s, why_killed = time.monotonic() + ready_s, ""
     while True:
         try:
             keeper = _adopt(path) or _start_new(path, lease_s, node, ready_s, end_s)
-        except KeeperHungError as exc:
-            end_s, hung = time.monotonic() + ready_s, str(exc)
+        except KeeperEndedError as exc:
+            end_s, why_killed = time.monotonic() + ready_s, str(exc)
             continue
         except KeeperError as exc:
-            if not hung:
+            if not why_killed:
                 raise
-            raise KeeperError(f"{exc}. Before that, {hung}; it was killed") from exc
+            raise KeeperError(f"{exc}. Before that, {why_killed}; it was killed") from exc
         if keeper is not None:
-            keeper.killed_why = hung
+            keeper.killed_why = why_killed
             return keeper
         time.sleep(_RETRY_S)
 
 
 def _adopt(path: Path) -> KeeperProcess | None:
-    """Return the keeper that listens at *path*, None where none does; raises KeeperHungError."""
+    """Return the keeper that listens at *path*, None where none does; raises KeeperEndedError."""
     try:
         connection = KeeperConnection(path, deadline_s=_PROBE_S)
     except KeeperGoneError:
         return None
     try:
-        agent = probe_or_kill(connection).agent
-        pid = connection.pid
+        found, pid = probe_or_kill(connection), connection.pid
+        if found.agent is not None:
+            raise KeeperError(
+                f"the keeper at {path} (pid {pid}) serves the agent with pid {found.agent}, which "
+                "runs: end that agent first, or use another folder"
+            )
+        if found.version != __version__:
+            _kill_other_version(pid, found.version)
     except KeeperGoneError:
         return None
     finally:
         connection.close()
-    if agent is not None:
-        raise KeeperError(
-            f"the keeper at {path} (pid {pid}) serves the agent with pid {agent}, which runs: end "
-            "that agent first, or use another folder"
-        )
     return KeeperProcess(path, pid, is_adopted=True)
+
+
+def _kill_other_version(pid: int, version: str) -> None:
+    """Kill the keeper, to which a connection is open; raises KeeperError."""
+    process = os.pidfd_open(pid)
+    try:
+        _kill(process, pid)
+    finally:
+        os.close(process)
+    other = f"gpuops {version}" if version else "an older gpuops"
+    raise KeeperEndedError(f"its keeper (pid {pid}) is of {other}, and this is {__version__}")
 
 
 def _start_new(

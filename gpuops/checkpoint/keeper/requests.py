@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from gpuops import __version__
 from gpuops.checkpoint.agreement.replica_check import (
     ReplicaReport,
     replica_report_from_json,
@@ -191,7 +192,7 @@ class KeeperRequests:
         elif role != "probe":
             raise MessageError(f"unknown role {role[:20]!r}")
         session.role = role
-        return HelloReply(core.agent.pid if core.agent else None)
+        return HelloReply(core.agent.pid if core.agent else None, __version__)
 
     # Requests of ranks.
 

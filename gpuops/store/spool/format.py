@@ -198,8 +198,8 @@ def _check_text(fields: Json) -> None:
 
 def _parse_line(fields: Mapping[str, Any]) -> SpoolLine:
     version = _integer(fields, "v", 1, 1 << 16)
-    if version != VERSION:
-        raise SpoolLineError(f"line version {version}; this gpuops reads {VERSION}")
+    if version > VERSION:  # an older one may wait in the spool while gpuops is upgraded
+        raise SpoolLineError(f"line version {version}; this gpuops reads up to {VERSION}")
     raw_event = fields.get("event")
     if not isinstance(raw_event, dict):
         raise SpoolLineError("no event in it")

@@ -18,12 +18,15 @@ from gpuops.errors import (
     SchemaMismatchError,
     StoreUnreachableError,
 )
+from gpuops.host.clock import SystemClock
 from gpuops.store.backends import connect_engine, parse_url
 from gpuops.store.engine import IncidentStore, memory_store, open_store, read_revision
 from gpuops.store.ingest.batch import ingest, rebuild_projections
 from gpuops.store.migrate import alembic_config, upgrade, upgrade_store
 from gpuops.store.queries import run_queries
 from gpuops.store.schema import REVISION, metadata
+from gpuops.store.spool.record import spool_recorder
+from gpuops.store.spool.send import flush
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -138,6 +141,23 @@ def test_an_older_schema_is_refused_with_the_command(url):
     for mode in ("read", "write"):
         with pytest.raises(SchemaMismatchError, match=r"older gpuops.*0000.*`gpuops db upgrade`"):
             open_store(url, mode=mode)
+
+
+def test_a_newer_hook_spools_until_an_older_store_is_upgraded(url, tmp_path):
+    upgrade_store(url)
+    downgrade(url, "0001")
+    spool = tmp_path / "spool"
+    keeper = spool_recorder(spool, node="n1", boot_id="b1", bytes_max=2**26, clock=SystemClock())
+    keeper.record(*(line.event for line in story(1)))
+    keeper.close()
+
+    before = flush(spool, url, clock=SystemClock())
+    upgrade_store(url)
+    after = flush(spool, url, clock=SystemClock())
+
+    assert (before.sent, before.remaining) == (0, len(story(1)))
+    assert "`gpuops db upgrade`" in before.note
+    assert (after.sent, after.remaining, after.refused) == (len(story(1)), 0, 0)
 
 
 @pytest.mark.parametrize("revision", ["0002", "0003", "0999"])  # two of pre-releases, a newer one

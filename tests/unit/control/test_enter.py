@@ -1,5 +1,6 @@
 """Entering a run and leaving it: who begins, who joins, what a killed run leaves behind."""
 
+import json
 from dataclasses import replace
 from uuid import UUID
 
@@ -9,7 +10,7 @@ from gpuops.control.join import RunIsOverError, join, leave
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlKeys, ControlRecord, Member, RunPhase, pack
 from gpuops.control.tcp.server import RUN_OVER_KEY
-from gpuops.errors import UsageError
+from gpuops.errors import EXIT_USAGE, UsageError
 from gpuops.host.clock import SystemClock
 
 CLOCK = SystemClock()
@@ -174,3 +175,47 @@ def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):
 
     with pytest.raises(UsageError, match="one agent for each node"):
         come(board, agent(2, node="n1"), record(2), beats(board, view, agent(1)))
+
+
+def test_two_versions_of_gpuops_end_a_run_that_has_not_trained_and_name_both_nodes(board):
+    ours = come(board, agent(1), record(1, gpuops_version="1.2.0", made_by="n1"))
+
+    with pytest.raises(UsageError) as refused:
+        come(board, agent(2), record(2, gpuops_version="1.3.0"), beats(board, ours, agent(1)))
+
+    assert str(refused.value) == (
+        "node n2 has gpuops 1.3.0, and node n1 has gpuops 1.2.0: all nodes of a run need the same "
+        "version; install it on all of them"
+    )
+    seen = ControlRecord.from_bytes(board.get(RECORD_KEY).value)
+    assert (seen.run_id, seen.phase, seen.exit_code) == (uid(1), RunPhase.STOP, EXIT_USAGE)
+    assert seen.reason == str(refused.value)
+
+
+def test_a_record_in_an_unknown_form_is_another_version_and_no_error_of_gpuops(board):
+    body = json.loads(record(1, gpuops_version="9.0", made_by="n1").to_bytes())
+    board.put(RECORD_KEY, json.dumps({**body, "v": 9, "phase": "anew"}).encode())
+    key = ControlKeys(run_id=uid(1)).heartbeat(uid(1))
+
+    with pytest.raises(UsageError, match=r"node n2 has gpuops .*, and node n1 has gpuops 9\.0"):
+        come(board, agent(2), record(2), lambda _s: board.put(key, b"beat"))
+
+
+def test_a_run_that_trains_goes_on_without_a_node_of_another_version(board):
+    ours = come(board, agent(1), record(1, gpuops_version="1.2.0", made_by="n1"))
+    trains = replace(ours.record, phase=RunPhase.RUN).to_bytes()
+    board.put(RECORD_KEY, trains)
+
+    with pytest.raises(UsageError, match=r"gpuops 1\.3\.0"):
+        come(board, agent(2), record(2, gpuops_version="1.3.0"), beats(board, ours, agent(1)))
+
+    assert board.get(RECORD_KEY).value == trains
+
+
+def test_a_run_of_another_version_whose_agents_are_dead_is_replaced(board):
+    come(board, agent(1), record(1, gpuops_version="1.2.0", made_by="n1"))
+
+    view = come(board, agent(2), record(2, gpuops_version="1.3.0"), quiet)
+
+    assert view.record.run_id == uid(2)
+    assert not board.list(ControlKeys(run_id=uid(1)).prefix)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.stories import story
 
 from gpuops.model import Event
+from gpuops.store.spool import format as line_format
 from gpuops.store.spool.format import (
     LINE_BYTES_MAX,
     LineEncoder,
@@ -133,6 +134,13 @@ def changed(**changes):
             place = place[name]
         place[last] = value
     return packed(fields)
+
+
+def test_a_line_that_waited_while_gpuops_was_upgraded_is_read(monkeypatch):
+    line = source().encode(event({"a": 1}))
+    monkeypatch.setattr(line_format, "VERSION", line_format.VERSION + 1)
+
+    assert decode_line(line).event == event({"a": 1})
 
 
 @pytest.mark.parametrize(

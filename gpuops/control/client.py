@@ -16,6 +16,7 @@ from gpuops.control.record import (
     read_own_record,
 )
 from gpuops.control.store import (
+    CLOSED_FENCE_S,
     ControlStore,
     ControlStoreError,
     ControlStoreResetError,
@@ -99,6 +100,14 @@ class ControlClient:
         return (self._clock.mono_ns() - self._heartbeat_sent_ns) / NS_PER_S
 
     @property
+    def is_cut_off(self) -> bool:
+        """Say whether peers may count this agent as dead soon: workers must not live on here."""
+        timeout_s = self.fence_timeout_s
+        if timeout_s is None:
+            return False
+        return self.since_heartbeat_s >= timeout_s or self.store.disconnected_s() >= CLOSED_FENCE_S
+
+    @property
     def is_slow(self) -> bool:
         """Say whether the last heartbeats were all answered late."""
         trips_s = self._round_trips_s
@@ -137,7 +146,7 @@ class ControlClient:
 
         For an agent without workers.
         """
-        if self.fence_timeout_s is not None and self.since_heartbeat_s >= self.fence_timeout_s:
+        if self.is_cut_off:
             return False
         self.is_fenced = False
         return True

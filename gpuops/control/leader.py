@@ -293,6 +293,9 @@ class Leader:
             reports={} if roster is None or is_over else self._read_reports(roster.generation),
             filed=filed,
             checkpoint_step=membership.checkpoint_step,
+            closed=membership.closed_agents(agents, now_ns)
+            if record.phase in {RunPhase.RUN, RunPhase.COLLECT}
+            else frozenset(),
         )
         if record.phase is RunPhase.RENDEZVOUS:
             return self._observe_ready(seen, now_ns)

@@ -279,6 +279,17 @@ class MembershipView:
         """Return for how long *agent* has sent no heartbeat; infinite for one that never did."""
         return self._liveness.silence_s(agent, now_ns)
 
+    def closed_agents(self, agents: Iterable[str], now_ns: int) -> frozenset[str]:
+        """Return those of *agents* whose heartbeat is gone although they did not leave.
+
+        The store removes it with their connection: their process has ended, or was cut off.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+        """
+        gone = (a for a in agents if self.silence_s(a, now_ns) == float("inf"))
+        return frozenset(a for a in gone if self._store.get(self._keys.agent(a)).version)
+
     def live_nodes(self, record: ControlRecord, now_ns: int) -> tuple[str, ...]:
         """Return the nodes of all agents that are not dead, without the excluded ones."""
         agents = self._liveness.not_dead(self.succession(), now_ns)

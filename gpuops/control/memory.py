@@ -238,6 +238,9 @@ class MemoryControlStore:
         with self._locked_map() as kv_map:
             kv_map.delete(check_prefix(prefix))
 
+    def disconnected_s(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         with self._shared.lock:
             self._closed.set()

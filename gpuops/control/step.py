@@ -4,6 +4,7 @@
 record is in `gpuops.control.transitions`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +87,8 @@ class Observation:
         failed_gates: The reports of nodes that failed their check before that generation.
         live: The nodes whose agents are not dead, but for the excluded ones.
         liveness: What the leader thinks of each agent of the roster.
-        silence_s: For how long each has sent no heartbeat; infinite for one that never did.
+        silence_s: For how long each has sent no heartbeat; infinite where its heartbeat is gone.
+        closed: Those whose connection was closed, so that the store removed their heartbeat.
         phase_s: For how long the record has been in its phase.
         workers_ended_s: How long ago the last generation's workers were asked to end.
         enough_s: For how long there has been a candidate.
@@ -113,6 +115,7 @@ class Observation:
     waiting_s: float = 0.0
     checkpoint_step: int | None = None
     has_saved: bool = False
+    closed: frozenset[str] = frozenset()
 
     @property
     def trains(self) -> Roster | None:
@@ -230,22 +233,24 @@ def _while_running(seen: Observation, policy: LeaderPolicy, by: str) -> Change |
 
 
 def _lost_reports(seen: Observation, members: Sequence[Member]) -> dict[str, NodeReport]:
-    return {
-        member.agent: _lost_report(member, seen.record.generation, seen.silence_s[member.agent])
-        for member in members
-    }
+    return {member.agent: _lost_report(seen, member) for member in members}
 
 
-def _lost_report(member: Member, generation: int, silence_s: float) -> NodeReport:
-    since = f"for {silence_s:.0f} s" if silence_s < 1e6 else "since this leader started"
+def _lost_report(seen: Observation, member: Member) -> NodeReport:
+    silence_s = seen.silence_s[member.agent]
+    how = f"its agent sent no heartbeat for {silence_s:.0f} s"
+    if member.agent in seen.closed:
+        how = "its agent's connection to the control store was closed, and no new one came"
+    elif silence_s == math.inf:
+        how = "its agent left the run"
     return NodeReport(
         kind=ReportKind.NODE_LOST,
         node=member.node,
-        generation=generation,
+        generation=seen.record.generation,
         failure_class=FailureClass.NODE_LOST,
         side=Side.INFRA,
         confidence=Confidence.PROBABLE,
-        how=f"its agent sent no heartbeat {since}",
+        how=how,
         culprits=(Entity(EntityKind.NODE, member.node),),
     )
 
@@ -285,9 +290,20 @@ def _while_collecting(seen: Observation, policy: LeaderPolicy, by: str) -> Chang
         for m in seen.missing
     ):
         return None
+    if _may_return(seen, policy):
+        return None
     reports = tuple(sorted(seen.reports.values(), key=lambda report: report.arrival))
     decided = _decided(seen, policy, reports)
     return None if decided is None else _deciding(seen, decided, by)
+
+
+def _may_return(seen: Observation, policy: LeaderPolicy) -> bool:
+    """Say whether a killed agent is worth waiting for: the run would end without its node.
+
+    Under srun its parent starts it again within seconds.
+    """
+    has_time = seen.closed and seen.phase_s < policy.timeouts.dead_s
+    return bool(has_time) and trainable_count(len(seen.live), policy.restart) == 0
 
 
 def _decided(

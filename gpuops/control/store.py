@@ -11,6 +11,10 @@ from typing import Protocol
 
 from gpuops.errors import GpuopsError
 
+# An agent whose connection was closed, and that has no new one after this time, is dead: its host's
+# kernel closes it when the process ends. The agent sees the same, and ends its workers before.
+CLOSED_DEAD_S = 2.0
+CLOSED_FENCE_S = 1.5
 VALUE_BYTES_MAX = 4 * 2**20
 KEY_CHARS_MAX = 200
 
@@ -97,6 +101,14 @@ class ControlStore(Protocol):
 
     def delete(self, prefix: str) -> None:
         """Remove every entry whose key begins with *prefix*."""
+        ...
+
+    def disconnected_s(self) -> float:
+        """Return for how long the connection of heartbeats was closed, 0 while it is open.
+
+        An outage that is over counts until the next heartbeat. Silence is none: only a store that
+        removes the heartbeats of closed connections (after `CLOSED_DEAD_S`) returns more than 0.
+        """
         ...
 
     def close(self) -> None:

@@ -194,6 +194,7 @@ class ControlThreads:
         was_unreachable = client.since_reply_s > UNREACHABLE_S + 4 * client.round_trip_s
         self.check_fence()  # a heartbeat now would hide that peers may have removed this agent
         client.send_heartbeat(self._payload(), hold_s)
+        self.check_fence()  # the connection may have been closed meanwhile for too long
         self._is_refused = False
         self._was_unreachable = self._was_unreachable or was_unreachable
 
@@ -255,11 +256,10 @@ class ControlThreads:
     def check_fence(self) -> None:
         """End this agent's workers if the store has been unreachable for too long."""
         client = self._client
-        since_heartbeat_s, timeout_s = client.since_heartbeat_s, client.fence_timeout_s
-        if timeout_s is None or client.is_fenced or since_heartbeat_s < timeout_s:
+        if client.is_fenced or not client.is_cut_off:
             return
         client.is_fenced = True
-        self._callbacks.on_fence(since_heartbeat_s)
+        self._callbacks.on_fence(client.since_heartbeat_s)
         client.wake()
 
     def check_overdue_workers(self) -> None:

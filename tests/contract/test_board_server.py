@@ -537,6 +537,76 @@ def test_an_answer_that_takes_two_seconds_is_an_answer():
         assert proxy.accepted == 1
 
 
+def beat(board, name="agent"):
+    return board.heartbeat(f"alive/{name}", b"1", watch="control", seen_version=0, hold_s=0)
+
+
+def test_the_heartbeat_of_a_process_that_ends_without_a_word_is_removed():
+    with (
+        few_places(closed_dead_s=0.05) as (port, _state, _),
+        contextlib.closing(tcp_board(port)) as other,
+    ):
+        beat(other, "other")
+        with contextlib.closing(tcp_board(port)) as board:
+            beat(board)
+            assert other.list("alive/").keys() == {"alive/other", "alive/agent"}
+
+        eventually(lambda: other.list("alive/").keys() == {"alive/other"}, "it counts as dead")
+
+
+@pytest.mark.parametrize("comes_back", ["", "it is connected", "it beats on another connection"])
+def test_a_client_that_comes_back_in_time_keeps_its_heartbeat(comes_back):
+    async def close():
+        state = ServerState(run_key=RUN_KEY, token=TOKEN, limits=ServerLimits(closed_dead_s=0.0))
+        state.kv_map.put("alive/agent", b"1")
+        state.await_return((b"client", 1), "alive/agent")
+        if comes_back == "it is connected":
+            state.clients[b"client", 1] = None
+        elif comes_back:
+            state.kv_map.put("alive/agent", b"2")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return state.kv_map.get("alive/agent").version > 0
+
+    assert asyncio.run(close()) == bool(comes_back)
+
+
+def test_an_outage_of_the_connection_counts_until_the_next_heartbeat():
+    with few_places() as (port, state, loop), contextlib.closing(tcp_board(port)) as board:
+        beat(board)
+        assert board.disconnected_s() == 0
+        (connection,) = state.clients.values()
+        loop.call_soon_threadsafe(connection.abort)
+        eventually(lambda: board.disconnected_s() > 0, "the other side is closed")
+
+        before_s = board.disconnected_s()
+        beat(board)
+        assert board.disconnected_s() > before_s
+        beat(board)
+        assert board.disconnected_s() == 0
+
+
+def test_a_connection_that_gave_no_answer_is_not_closed_before_there_is_another(monkeypatch):
+    """To the server, only a process that has ended closes its connection."""
+    closed = []
+    monkeypatch.setattr(ServerState, "await_return", lambda *it: closed.append(it))
+    with few_places() as (port, _state, _), Proxy(port) as proxy:
+        with contextlib.closing(tcp_board(proxy.port, deadline_s=0.2)) as board:
+            beat(board)
+            proxy.frozen.set()
+            with pytest.raises(ControlStoreUnreachableError):
+                beat(board)
+            proxy.frozen.clear()
+            eventually(lambda: beats(board), "it answers again")
+            assert closed == []
+        eventually(lambda: closed, "its process ends")
+
+
+def beats(board):
+    with contextlib.suppress(ControlStoreUnreachableError):
+        return beat(board)
+
+
 def test_a_late_answer_is_not_the_next_ones():
     gate = threading.Event()
 
@@ -646,7 +716,6 @@ def test_the_answer_to_another_request_is_not_taken():
                 said = wire.pack_reply(asked.number + offset, wire.ReplyKind.ENTRY, held)
                 frame = shake.channel("server").tag(said) + said
                 line.sendall(frames.framed(frame))
-                line.recv(1000)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         done = pool.submit(confused, listener)

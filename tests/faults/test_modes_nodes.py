@@ -57,6 +57,8 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(hosts, tmp_
 
     run.wait(lambda: not any(is_alive(pid) for pid in orphans), "the end of its workers", 20)
     assert run.seconds_to_generation(1, killed_ns) < BOUND_S
+    how = run.decisions()[0]["decision"]["cause"]["how"]
+    assert how == "its agent's connection to the control store was closed, and no new one came"
     run.start(hosts[1])  # by hand, in the middle of the run
     run.wait(lambda: run.worker_pids(hosts[1]) - orphans, "its return")
     run.enough()

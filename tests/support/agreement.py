@@ -16,7 +16,11 @@ from gpuops.control.membership import request_drain
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
-from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.store import (
+    CLOSED_DEAD_S,
+    ControlStoreError,
+    ControlStoreUnreachableError,
+)
 from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.errors import EXIT_NODE_UNHEALTHY, EXIT_REQUEUE
 from gpuops.host.clock import FakeClock
@@ -64,6 +68,10 @@ class CutBoard:
         self._store = board
         self.is_cut = False
         self.lose = lambda _name: None
+        self.closed_s = 0.0
+
+    def disconnected_s(self):
+        return self.closed_s
 
     def __getattr__(self, name):
         act = getattr(self._store, name)
@@ -153,6 +161,12 @@ class Player:
 
     def stop(self):
         self.running = self.ending = None
+
+    def is_killed(self):
+        """Die as a process does: the board removes the heartbeat of its closed connection."""
+        self.is_dead, self.running = True, None
+        at_ns = self.world.clock.mono_ns() + round(CLOSED_DEAD_S * 1e9)
+        self.world.removals.append((at_ns, self.link.keys.heartbeat(self.me.agent)))
 
     def act(self):
         """Take one turn of the control thread, one of the fence, one of the main thread."""
@@ -320,6 +334,7 @@ class World:
         self.spares = spares
         self._agents = 0
         self.after_each = []
+        self.removals = []  # of keys, and when
         self.players = []
         for number in range(n_players):
             self.players.append(self.player(number, order=number))
@@ -343,6 +358,10 @@ class World:
     def run_once(self, seconds=0.25):
         """Let everybody act once, *seconds* later."""
         self.clock.advance(seconds)
+        for at_ns, key in self.removals:
+            if at_ns <= self.clock.mono_ns():
+                self.store.delete(key)
+        self.removals = [each for each in self.removals if each[0] > self.clock.mono_ns()]
         for player in list(self.players):
             player.act()
         for check in self.after_each:

@@ -11,6 +11,7 @@ from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.plan import LOOK_S_MAX, EndpointKind, LaunchPlan
 from gpuops.agent.launch.slurm import seconds_left
 from gpuops.agent.launch.torch_compat import GLOO_TIMEOUT_S, HEARTBEAT, NCCL_TIMEOUT_S, heartbeat_s
+from gpuops.control.store import CLOSED_DEAD_S
 from gpuops.errors import UsageError
 from gpuops.model import Json
 from gpuops.units import format_seconds
@@ -196,8 +197,15 @@ def _agreement(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
         ("dead", plan.dead_s, "a silent agent counts as dead: the run continues without it"),
     )
     beat = Timeout(name="beat", limit_s=1.0, source="fixed", what="every agent sends a heartbeat")
+    closed = Timeout(
+        name="closed",
+        limit_s=CLOSED_DEAD_S,
+        source="fixed",
+        what="an agent without a new connection counts as dead; it has stopped its workers by then",
+    )
     return [
         beat,
+        *([closed] if plan.endpoint.kind is EndpointKind.TCP else []),
         *(
             Timeout(name=name, limit_s=limit_s, source=source, what=what, is_set=is_set)
             for name, limit_s, what in parts

@@ -1,12 +1,14 @@
 """A client's connection to a control store's server: opened when needed, dropped at any error.
 
-A line asks one thing at a time. After a deadline, a broken frame or an exception it is closed, so
-no late answer is ever taken for the next one's; the server forgets what such a line still held as
-soon as the client calls again.
+A line asks one thing at a time. After a deadline, a broken frame or an exception it is used no
+more, so no late answer is ever taken for the next one's; the server forgets what such a line still
+held as soon as the client calls again. Until then it stays open: the server takes a client that
+closes its connection and opens no other for dead.
 """
 
 import ipaddress
 import random
+import select
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from contextlib import suppress
 
 from gpuops.control.fair_lock import FairLock
 from gpuops.control.store import (
+    CLOSED_FENCE_S,
     ControlStoreError,
     ControlStoreUnreachableError,
     OtherTokenError,
@@ -27,6 +30,8 @@ from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 1.0
+# While there is still time to come back before the server takes this client for dead.
+BACKOFF_CLOSED_MAX_S = 0.2
 _CHUNK = 2**18
 
 SocketAddress = tuple[socket.AddressFamily, tuple[object, ...]]
@@ -67,6 +72,7 @@ class ControlConnection:
         self._lock = FairLock()
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
+        self._opened = _OpenedSocket()
         self._buffer = bytearray()
         self._number = 0
         self._out = self._in = ProofChannel(b"")
@@ -86,10 +92,15 @@ class ControlConnection:
         with self._lock.acquire(max(end_s - time.monotonic(), 0.0)) as acquired:
             if not acquired:
                 raise self._unreachable_error("an earlier call still waits for its answer")
+            self._opened.forget_outage()
             kind, payload = self._request_until(build_request, end_s)
         if kind is ReplyKind.REFUSED:
             raise ControlStoreError(payload.decode("utf-8", errors="replace")[:500])
         return kind, payload
+
+    def closed_s(self) -> float:
+        """Return for how long the other side had closed it, or has, since the last request."""
+        return self._opened.closed_s(time.monotonic())
 
     def close(self) -> None:
         """Close it for good; a call that waits for an answer ends."""
@@ -101,6 +112,7 @@ class ControlConnection:
         with self._lock.acquire(1.0) as acquired:
             if acquired:
                 self._disconnect()
+                self._opened.close()
 
     def _request_until(
         self, build_request: Callable[[int, float], ControlRequest], end_s: float
@@ -117,7 +129,8 @@ class ControlConnection:
                 if time.monotonic() + wait_s >= end_s:
                     raise self._unreachable_error(_error_text(exc)) from exc
             self._closed.wait(wait_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+            is_urgent = 0 < self.closed_s() < CLOSED_FENCE_S
+            backoff_s = min(2 * backoff_s, BACKOFF_CLOSED_MAX_S if is_urgent else BACKOFF_MAX_S)
 
     def _try(
         self, build_request: Callable[[int, float], ControlRequest], end_s: float
@@ -158,6 +171,7 @@ class ControlConnection:
         if not proof.same(proof.read_welcome(received)[1], handshake.proof("server")):
             raise self._wrong_server_error("it does not know the job's token")
         self._out, self._in = handshake.channel("client"), handshake.channel("server")
+        self._opened.replace(self._socket, time.monotonic())
         self._on_open(str(self._socket.getsockname()[0]), challenge.instance.hex())
 
     def _raise_if_refused(self, received: bytes) -> None:
@@ -198,7 +212,7 @@ class ControlConnection:
     def _disconnect(self) -> None:
         connection, self._socket = self._socket, None
         self._buffer.clear()
-        if connection is not None:
+        if connection is not None and not self._opened.holds(connection):
             connection.close()
 
     def _unreachable_error(self, why: str) -> ControlStoreUnreachableError:
@@ -213,6 +227,59 @@ class ControlConnection:
             f"what answers at {format_address(self._address)} is not the control store of the run: "
             f"{why}"
         )
+
+
+class _OpenedSocket:
+    """The newest connection that the server has accepted, and whether the server's side is closed.
+
+    It is asked by the thread that watches over the workers, whatever the others wait for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._closed_since_s: float | None = None
+        self._outage_s = 0.0  # that has ended since the last request
+
+    def holds(self, connection: socket.socket) -> bool:
+        """Say whether *connection* is this one."""
+        return connection is self._socket
+
+    def replace(self, connection: socket.socket, now_s: float) -> None:
+        """Take *connection*, which the server has just accepted, in place of the one before."""
+        with self._lock:
+            self._outage_s = max(self._outage_s, self._closed_s(now_s))
+            previous, self._socket, self._closed_since_s = self._socket, connection, None
+            if previous is not None:
+                previous.close()
+
+    def forget_outage(self) -> None:
+        """Count an outage that is over no more."""
+        with self._lock:
+            self._outage_s = 0.0
+
+    def closed_s(self, now_s: float) -> float:
+        """Return for how long it was or has been closed."""
+        with self._lock:
+            return max(self._outage_s, self._closed_s(now_s))
+
+    def close(self) -> None:
+        """Close it for good."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket, self._closed_since_s = None, None
+
+    def _closed_s(self, now_s: float) -> float:
+        if self._closed_since_s is None and self._socket is not None and _is_hung_up(self._socket):
+            self._closed_since_s = now_s
+        return 0.0 if self._closed_since_s is None else now_s - self._closed_since_s
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def format_address(address: tuple[str, int]) -> str:

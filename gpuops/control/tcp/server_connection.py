@@ -17,7 +17,7 @@ from typing import Protocol
 
 from gpuops.control import signing
 from gpuops.control.memory import KvMap, check_key, check_prefix
-from gpuops.control.store import ControlStoreError, Entry
+from gpuops.control.store import CLOSED_DEAD_S, ControlStoreError, Entry
 from gpuops.control.tcp import wire
 from gpuops.control.tcp.wire import ControlRequest, Operation, ReplyKind
 from gpuops.host.net import job_proof as proof
@@ -40,6 +40,7 @@ class ServerLimits:
     unauthenticated_per_address_max: int = UNAUTHENTICATED_PER_ADDRESS_MAX
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     unknown_handshake_s: float = UNKNOWN_HANDSHAKE_S
+    closed_dead_s: float = CLOSED_DEAD_S
 
 
 @dataclass(slots=True)
@@ -62,6 +63,11 @@ class HeartbeatWaiter(Protocol):
 
     def abort(self) -> None:
         """Close the connection; nothing more of it is read."""
+        ...
+
+    @property
+    def heartbeat_key(self) -> str:
+        """Return the key of its client's heartbeats, "" before the first one."""
         ...
 
 
@@ -111,6 +117,21 @@ class ServerState:
         for connection in tuple(connections):
             connection.wake(entry, packed)
 
+    def await_return(self, client: tuple[bytes, int], heartbeat_key: str) -> None:
+        """Remove the heartbeat of *client*, whose connection was closed, unless it comes back.
+
+        A process that ends closes its connections; one that is frozen or cut off does not.
+        """
+        version = self.kv_map.get(heartbeat_key).version
+
+        def remove() -> None:
+            is_unchanged = self.kv_map.get(heartbeat_key).version == version
+            if client not in self.clients and is_unchanged:
+                self.kv_map.delete(heartbeat_key)
+
+        if version:
+            asyncio.get_running_loop().call_later(self.limits.closed_dead_s, remove)
+
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +156,7 @@ class ControlServerConnection(asyncio.Protocol):
         "_buffer",
         "_closed",
         "_handshake",
+        "_has_ended",
         "_hello",
         "_in",
         "_on_body",
@@ -144,6 +166,7 @@ class ControlServerConnection(asyncio.Protocol):
         "_state",
         "_timer",
         "_transport",
+        "heartbeat_key",
     )
 
     def __init__(self, state: ServerState) -> None:
@@ -152,7 +175,9 @@ class ControlServerConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._address = ""
         self._closed = False
+        self._has_ended = False
         self._paused = False
+        self.heartbeat_key = ""
         self._on_body: Callable[[bytes], None] = self._on_hello
         self._hello: wire.ControlHello | None = None
         self._pending: _PendingHeartbeat | None = None
@@ -179,6 +204,9 @@ class ControlServerConnection(asyncio.Protocol):
         within_s = limits.handshake_timeout_s if is_known else limits.unknown_handshake_s
         self._timer = asyncio.get_running_loop().call_later(within_s, self.abort)
 
+    def eof_received(self) -> None:
+        self._has_ended = True  # and nothing more comes: the transport closes itself
+
     def connection_lost(self, _exc: Exception | None) -> None:
         self._closed = True
         self._state.admission.remove(self)
@@ -189,6 +217,8 @@ class ControlServerConnection(asyncio.Protocol):
             client_key = (hello.client, hello.lane)
             if self._state.clients.get(client_key) is self:
                 del self._state.clients[client_key]
+                if self._has_ended and self.heartbeat_key:
+                    self._state.await_return(client_key, self.heartbeat_key)
 
     def pause_writing(self) -> None:
         # What it does not read piles up here, so nothing more of it is answered until it does.
@@ -260,6 +290,7 @@ class ControlServerConnection(asyncio.Protocol):
             # The client gave that line up. What it still holds must not be done after what the
             # client says on this one.
             previous.abort()
+            self.heartbeat_key = previous.heartbeat_key
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -315,6 +346,7 @@ class ControlServerConnection(asyncio.Protocol):
         state = self._state
         check_key(request.watch)
         state.kv_map.put(request.key, request.value)
+        self.heartbeat_key = request.key
         state.notify(request.key)
         self._finish_hold()
         entry = state.kv_map.get(request.watch)

@@ -122,6 +122,9 @@ class TcpControlStore:
     def delete(self, prefix: str) -> None:
         self._request(Operation.DELETE, check_prefix(prefix))
 
+    def disconnected_s(self) -> float:
+        return self._heartbeats.closed_s()
+
     def close(self) -> None:
         self._calls.close()
         self._heartbeats.close()

@@ -299,6 +299,45 @@ def test_a_leader_that_dies_while_it_gathers_is_replaced():
     world.run_until(lambda w: {p.rank for p in w.players[1:] if p.running is not None} == {0, 1})
 
 
+def test_a_killed_agent_is_missed_within_seconds_and_a_frozen_one_after_its_silence():
+    world = started(1, 3, 3)
+    world.players[2].is_killed()
+
+    assert world.run_until(lambda w: w.all_run(1, 2)) <= 5
+    how = world.players[0].link.record.decision.cause.how
+    assert how == "its agent's connection to the control store was closed, and no new one came"
+
+    world.players[1].is_frozen = True
+    assert 14 < world.run_until(lambda w: w.players[0].running == 2) < 19
+
+
+def test_a_job_of_fixed_size_waits_for_a_killed_agent_that_is_started_again():
+    world = started(3, 3, 3, decide=by_the_table)
+    world.players[1].is_killed()
+    world.pass_time(8)
+    world.players[1] = Player(world, 1, order=1)
+
+    world.run_until(lambda w: w.all_run(1, 3), limit_s=8)
+
+
+def test_a_job_of_fixed_size_ends_without_a_killed_agent_as_without_a_silent_one():
+    world = started(3, 3, 3, decide=by_the_table)
+    world.players[1].is_killed()
+
+    assert 15 < world.run_until(lambda w: w.players[0].exit_code == 85) < 20
+
+
+def test_an_agent_that_leaves_is_not_waited_for():
+    world = started(2, 2, 2, decide=by_the_table)
+    gone = world.players[1]
+    gone.is_dead = True
+    for key in (gone.link.keys.heartbeat, gone.link.keys.agent):
+        world.store.delete(key(gone.me.agent))
+
+    assert world.run_until(lambda w: w.players[0].exit_code == 85) < 5
+    assert world.players[0].link.record.decision.cause.how == "its agent left the run"
+
+
 def dies_between_roster_and_record(world, player, generation=0):
     """Let *player* die once it has written the roster; the record does not say so yet."""
     key = player.link.keys.roster(generation)

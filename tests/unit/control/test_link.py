@@ -13,7 +13,7 @@ from gpuops.control.client import ControlClient
 from gpuops.control.join import join
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlRecord, Member, RunPhase
-from gpuops.control.store import ControlStoreError, ControlStoreResetError
+from gpuops.control.store import CLOSED_FENCE_S, ControlStoreError, ControlStoreResetError
 from gpuops.control.threads import (
     COORDINATE_S_MAX,
     RETRY_S,
@@ -151,6 +151,28 @@ def test_who_was_fenced_comes_back_once_it_is_heard_again():
 
     assert bench.link.clear_fence()
     assert not bench.link.is_fenced
+
+
+def test_a_closed_connection_that_no_new_one_follows_ends_the_workers():
+    bench = Bench()
+    bench.store.closed_s = CLOSED_FENCE_S - 0.01
+    bench.threads.check_fence()
+    assert bench.fenced == []
+
+    bench.store.closed_s = CLOSED_FENCE_S
+    bench.threads.check_fence()
+    assert len(bench.fenced) == 1
+    assert not bench.link.clear_fence()
+    bench.store.closed_s = 0.0
+    assert bench.link.clear_fence()
+
+
+def test_so_does_one_that_a_new_one_follows_too_late():
+    bench = Bench()
+    bench.store.lose = lambda _name: setattr(bench.store, "closed_s", CLOSED_FENCE_S)
+    bench.run_once()
+
+    assert len(bench.fenced) == 1
 
 
 def test_a_board_in_this_process_fences_nobody():

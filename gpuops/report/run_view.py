@@ -18,13 +18,18 @@ TEXT_CHARS_MAX = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNodeView:
-    """One node. ``silent_s`` is since the last heartbeat of its ranks."""
+    """One node. ``silent_s`` is since the last heartbeat of its ranks.
+
+    ``steps_counted``: the optimizer steps since its workers started, where their numbers are
+    unknown.
+    """
 
     node: str
     group_rank: int | None = None
     first_rank: int | None = None
     ranks: int | None = None
     step: int | None = None
+    steps_counted: int | None = None
     silent_s: float | None = None
     seq: int | None = None  # grows while its agent lives
 
@@ -175,6 +180,7 @@ def from_agent(state: Mapping[str, Any]) -> RunView:
     ranks = [rank for rank in _as_list(state.get("ranks")) if isinstance(rank, Mapping)]
     numbers = [n for rank in ranks if (n := int_or_none(rank.get("rank"))) is not None]
     steps = [step for rank in ranks if (step := int_or_none(rank.get("step"))) is not None]
+    counts = [n for rank in ranks if (n := int_or_none(rank.get("steps_counted"))) is not None]
     silent = [s for rank in ranks if (s := seconds_or_none(rank.get("silent_seconds"))) is not None]
     node = RunNodeView(
         node=text_or_empty(state.get("node")),
@@ -182,6 +188,7 @@ def from_agent(state: Mapping[str, Any]) -> RunView:
         first_rank=min(numbers, default=None),
         ranks=len(ranks),
         step=min(steps) if steps and len(steps) == len(ranks) else None,
+        steps_counted=min(counts) if counts and len(counts) == len(ranks) else None,
         silent_s=min(silent, default=None),
     )
     used, most = budget_of(state)
@@ -320,6 +327,7 @@ def _node_from_heartbeat(
         first_rank=first_rank,
         ranks=member.n_workers,
         step=int_or_none(heartbeat.get("step")),
+        steps_counted=int_or_none(heartbeat.get("steps_counted")),
         silent_s=seconds_or_none(heartbeat.get("silent_s")),
         seq=int_or_none(heartbeat.get("seq")),
     )
@@ -332,6 +340,7 @@ def _node_json(node: RunNodeView) -> Json:
         "first_rank": node.first_rank,
         "ranks": node.ranks,
         "step": node.step,
+        "steps_counted": node.steps_counted,
         "silent_seconds": node.silent_s,
     }
 

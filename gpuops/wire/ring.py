@@ -48,6 +48,7 @@ class StepSource(IntEnum):
     UNKNOWN = 0
     OPTIMIZER_STATE = 1
     REPORTED = 2  # by `gpuops.progress`, or to a Checkpointer
+    COUNTED = 3  # no step: how often the optimizer was called since the worker started
 
 
 class WorkerPhase(IntEnum):
@@ -118,6 +119,7 @@ class Beat:
     source: StepSource
     optimizer_calls: int
     name: str = ""  # of the phase, as the script says it, cut to `NAME_BYTES`
+    counted: int | None = None  # with `StepSource.COUNTED`; the step is unknown
 
 
 def write_header(buffer: bytearray | memoryview, header: RingHeader) -> None:
@@ -162,7 +164,7 @@ def write_beat(buffer: bytearray | memoryview, beat: Beat, slots: int = SLOTS) -
         buffer,
         offset,
         beat.seq,
-        beat.step,
+        beat.step if beat.counted is None else beat.counted,
         beat.mono_ns,
         beat.phase,
         beat.source,
@@ -187,9 +189,10 @@ def read_beats(buffer: bytes | memoryview, after: int = 0) -> list[Beat]:
         front, step, mono_ns, phase, source, calls, name, back = _RECORD.unpack_from(buffer, offset)
         if front == back == seq:
             text = _decode_name(name) if name[0] else ""
-            beats.append(
-                Beat(seq, step, mono_ns, WorkerPhase(phase), StepSource(source), calls, text)
-            )
+            counted, found = None, StepSource(source)
+            if found is StepSource.COUNTED:
+                step, counted = STEP_UNKNOWN, step
+            beats.append(Beat(seq, step, mono_ns, WorkerPhase(phase), found, calls, text, counted))
     return beats
 
 

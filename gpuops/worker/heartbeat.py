@@ -3,9 +3,10 @@
 The hook makes no system call but reading the clock and starts no thread. With several optimizers
 every call of any of them is a beat (the process is alive), and the step is the highest that any of
 them has reached, so that it never decreases within an attempt. Where none of them advances for a
-while, the step is reported as unknown instead of repeated for ever. The step of a Checkpointer
-takes precedence where it differs or is the only one; the step that the script itself reports takes
-precedence over all.
+while, the step is reported as unknown instead of repeated for ever. Where none has a step at all,
+the calls of the busiest one are counted, and the beat says that it is a count. The step of a
+Checkpointer takes precedence where it differs or is the only one; the step that the script itself
+reports takes precedence over all.
 """
 
 import mmap
@@ -36,6 +37,7 @@ from gpuops.worker.optimizer_hook import PATIENCE, StepReader, only_makes_state
 
 # A script may install its own handlers at any time; checking ours costs a third of a beat.
 CHECK_EVERY = 16
+_UNKNOWN = (STEP_UNKNOWN, StepSource.UNKNOWN)
 _BETWEEN_STEPS = (WorkerPhase.RESUMED, "")
 _HANDLERS = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 | WorkerFlag.HANDLES_SIGUSR2
 
@@ -84,6 +86,7 @@ class Heartbeat:
         self._calls = 0
         self._rose_at = 0
         self._highest = STEP_UNKNOWN
+        self._counted = 0
         self._reported: int | None = None
         self._named: int | None = None  # by a Checkpointer, where the optimizers report another one
         self._named_at = 0
@@ -126,7 +129,8 @@ class Heartbeat:
     @property
     def step(self) -> int:
         """Return the highest known step, or the one that the script reported."""
-        return self._last_step()[0]
+        step, source = self._last_step()
+        return STEP_UNKNOWN if source is StepSource.COUNTED else step
 
     @property
     def is_on(self) -> bool:
@@ -155,14 +159,16 @@ class Heartbeat:
         known = self._readers.get(id(optimizer))
         reader = self._new_reader(optimizer) if known is None else known[1]
         step = reader.read(optimizer)
+        self._counted = max(self._counted, reader.calls)
         if step > self._highest:
             self._highest, self._rose_at = step, self._calls
         # Each of several optimizers may step before the first of them advances.
         patience = PATIENCE * len(self._readers)
         if self._named is not None and self._calls - self._named_at > patience:
             self._named = None
-        if self._named is None and self._calls - self._rose_at > patience:
-            self._beat(STEP_UNKNOWN, StepSource.UNKNOWN)
+        has_stalled = self._highest != STEP_UNKNOWN and self._calls - self._rose_at > patience
+        if self._named is None and has_stalled:
+            self._beat(*_UNKNOWN)
         else:
             self._beat(*self._last_step())
 
@@ -172,7 +178,8 @@ class Heartbeat:
         if self._named is not None:
             return self._named, StepSource.REPORTED
         if self._highest == STEP_UNKNOWN:
-            return STEP_UNKNOWN, StepSource.UNKNOWN
+            known = self._counted > 0
+            return (self._counted, StepSource.COUNTED) if known else _UNKNOWN
         return self._highest, StepSource.OPTIMIZER_STATE
 
     def _beat(
@@ -187,7 +194,11 @@ class Heartbeat:
         if phase is WorkerPhase.STEPPING:
             self._phase = _BETWEEN_STEPS
         self._beats = seq = self._beats + 1
-        write_beat(self._ring, Beat(seq, step, self._mono_ns(), phase, source, self._calls, name))
+        counted = None
+        if source is StepSource.COUNTED:
+            step, counted = STEP_UNKNOWN, step
+        now_ns = self._mono_ns()
+        write_beat(self._ring, Beat(seq, step, now_ns, phase, source, self._calls, name, counted))
         if seq % CHECK_EVERY == 1:
             write_flags(self._ring, self._handlers(), _HANDLERS)
 

@@ -21,16 +21,28 @@ PATIENCE_MAX = 1024
 
 
 class StepReader:
-    """Reads one optimizer's step from the state of one of its parameters.
+    """Reads one optimizer's step from the state of one of its parameters, or from a group of them.
 
     Of the parameters that have a step the first with the highest one is chosen, because a parameter
     without gradients does not advance. One that stops advancing later (a frozen layer) is replaced
-    by the highest at that time.
+    by the highest at that time. Some optimizers count in their parameter groups instead (see
+    `_group_counter`). ``calls`` is how often the optimizer has stepped in this process.
     """
 
-    __slots__ = ("_accepted", "_chosen", "_highest", "_parameter", "_patience", "_stalled")
+    __slots__ = (
+        "_accepted",
+        "_chosen",
+        "_group",
+        "_highest",
+        "_parameter",
+        "_patience",
+        "_stalled",
+        "calls",
+    )
 
     def __init__(self) -> None:
+        self.calls = 0
+        self._group: tuple[int, str] | None = None
         self._parameter: Callable[[], Any] = _nothing
         self._accepted: Any = None
         self._chosen = False
@@ -40,6 +52,7 @@ class StepReader:
 
     def read(self, optimizer: Any) -> int:  # noqa: ANN401 torch is not imported here
         """Return the optimizer's step, `STEP_UNKNOWN` where it has none on the host."""
+        self.calls += 1
         if not self._chosen:
             self._choose(optimizer)
         step = self._scan(optimizer)
@@ -58,6 +71,10 @@ class StepReader:
         return step
 
     def _scan(self, optimizer: Any) -> int:  # noqa: ANN401
+        if self._group is not None:
+            index, key = self._group
+            groups = optimizer.param_groups
+            return _as_int(groups[index].get(key)) if index < len(groups) else STEP_UNKNOWN
         parameter = self._parameter()
         if parameter is None:
             return STEP_UNKNOWN
@@ -76,8 +93,26 @@ class StepReader:
             step = _as_int(state.get("step")) if isinstance(state, Mapping) else STEP_UNKNOWN
             if step > highest:
                 highest, chosen = step, parameter
+        self._group = None
+        if self._chosen:
+            for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+                key = _group_counter(group)
+                if key and (step := _as_int(group[key])) > highest:
+                    highest, self._group = step, (index, key)
         self._parameter = _nothing if chosen is None else _weak(chosen)
         self._accepted = None
+
+
+def _group_counter(group: Mapping[str, Any]) -> str:
+    """Return the key under which *group* counts its optimizer's steps, "" where it does not.
+
+    ``step``: FusedAdam and others of apex, Transformer Engine and DeepSpeed. ``k``: schedule-free
+    optimizers (they have ``weight_sum``), Prodigy and D-Adaptation (they have ``d``); elsewhere it
+    is a constant, as in Lookahead.
+    """
+    if "step" in group:
+        return "step"
+    return "k" if "k" in group and ("weight_sum" in group or "d" in group) else ""
 
 
 def _nothing() -> None:

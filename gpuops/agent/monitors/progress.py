@@ -139,6 +139,7 @@ class RankProgress:
 
     beats: int = 0
     last_step: int | None = None
+    counted: int | None = None  # calls of the optimizer, where its steps are unknown
     last_mono_ns: int | None = None
     finished_ns: int | None = None
     _rose: tuple[int, int] | None = None  # the step and the optimizer calls when it last rose
@@ -191,6 +192,7 @@ class AttemptProgress:
         of_rank = self.ranks.setdefault(rank, RankProgress())
         of_rank.beats, of_rank.last_mono_ns = beat.seq, beat.mono_ns
         of_rank.last_step = step if step is not None else of_rank.last_step
+        of_rank.counted = beat.counted
         if step is not None and of_rank.loads(beat) and step > self._loaded:
             self._loaded, self.first, self.steps_first = step, None, None
         counts = step is None or step >= self._loaded
@@ -222,8 +224,8 @@ class AttemptProgress:
 
     @property
     def beats(self) -> int:
-        """Return the greatest number of optimizer calls of a rank."""
-        return max((rank.beats for rank in self.ranks.values()), default=0)
+        """Return the greatest number of heartbeats of a rank, or of steps that it counted."""
+        return max((rank.counted or rank.beats for rank in self.ranks.values()), default=0)
 
     @property
     def highest(self) -> int | None:

@@ -22,6 +22,7 @@ def progress_of(parts: Services) -> Json:
     ranks = [worker.rank for worker in attempt.workers.all]
     known = [parts.session.journal.rank_progress(rank) for rank in ranks]
     steps = [progress.last_step for progress in known if progress.last_step is not None]
+    counted = [progress.counted for progress in known if progress.counted is not None]
     beats_ns = [p.last_mono_ns for p in known if p.last_mono_ns is not None]
     silent_s = (parts.clock.mono_ns() - max(beats_ns)) / 1e9 if beats_ns else None
     step_s, saved = parts.step_tracker.step_s(), parts.checkpoints.node_status()
@@ -31,6 +32,7 @@ def progress_of(parts: Services) -> Json:
         "ranks": len(ranks),
         "first_rank": min(ranks, default=None),
         "step": min(steps, default=None),
+        "steps_counted": min(counted, default=None),
         "rate": None if not step_s else round(1 / step_s, 3),
         "silent_s": None if silent_s is None else round(silent_s, 1),
         "checkpoint_step": parts.step_tracker.checkpoint_step,
@@ -110,6 +112,7 @@ class PublishedSnapshot:
                     rank=worker.rank,
                     pid=worker.pid,
                     step=progress.last_step,
+                    steps_counted=progress.counted,
                     phase="stepping" if progress.beats else "starting",
                     beat_ns=progress.last_mono_ns,
                 )

@@ -22,11 +22,15 @@ CONTROL_SILENT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """One worker of this node. ``phase`` is the heartbeat's; ``beat_ns`` None: no beat yet."""
+    """One worker of this node. ``phase`` is the heartbeat's; ``beat_ns`` None: no beat yet.
+
+    ``steps_counted``: the calls of its optimizer, where its step is unknown.
+    """
 
     rank: int
     pid: int
     step: int | None = None
+    steps_counted: int | None = None
     phase: str = "starting"
     beat_ns: int | None = None
 
@@ -178,6 +182,7 @@ def _rank(rank: RankStatus, now_ns: int) -> Json:
         "rank": rank.rank,
         "pid": rank.pid,
         "step": rank.step,
+        "steps_counted": rank.steps_counted,
         "phase": rank.phase,
         "silent_seconds": None if rank.beat_ns is None else _since(rank.beat_ns, now_ns),
     }

@@ -30,7 +30,9 @@ from gpuops.report.render.layout import (
 )
 from gpuops.report.run_view import CheckpointView, RunNodeView, RunView
 from gpuops.report.time_breakdown import LOST_PHASES, AgentLiveness, RunBreakdown, TimePhase
+from gpuops.store.queries.run_queries import AttemptRow
 from gpuops.units import format_seconds
+from gpuops.wire.ring import StepSource
 
 INCIDENTS_MAX = 10
 NODES_CHARS = 16
@@ -179,7 +181,7 @@ def _attempts(breakdown: RunBreakdown) -> str:
             row.outcome or ("running" if breakdown.agent is AgentLiveness.RUNNING else "no end"),
             time_of_day(row.start_us),
             _duration(row.start_us, row.end_us),
-            steps_text(row.steps_first, row.steps_last, row.beats),
+            steps_text(row),
             "?" if item.redone_steps is None else str(item.redone_steps or "-"),
         )
         nodes = (_nodes(row.nodes),) if shows_nodes else ()
@@ -201,11 +203,16 @@ def _duration(start_us: int | None, end_us: int | None) -> str:
     return "-" if start_us is None or end_us is None else format_seconds((end_us - start_us) / 1e6)
 
 
-def steps_text(first: int | None, last: int | None, beats: int | None) -> str:
-    """Return ``"1 to 57"``, or the heartbeats if step numbers are unknown."""
-    if first is not None and last is not None:
-        return f"{first} to {last}"
-    return f"unknown ({beats} beats)" if beats else "none seen"
+_COUNTED = StepSource.COUNTED.name.lower()
+
+
+def steps_text(row: AttemptRow) -> str:
+    """Return ``"1 to 57"``, or the count or the heartbeats if step numbers are unknown."""
+    if row.steps_first is not None and row.steps_last is not None:
+        return f"{row.steps_first} to {row.steps_last}"
+    if row.beats and row.step_source == _COUNTED:
+        return f"{row.beats} counted"
+    return f"unknown ({row.beats} beats)" if row.beats else "none seen"
 
 
 def how_ended(
@@ -381,13 +388,19 @@ def _node_lines(nodes: Sequence[RunNodeView], silent_s: dict[str, float]) -> Tab
             Text(truncate(node.node, 40)),
             "-" if node.group_rank is None else str(node.group_rank),
             _ranks(node),
-            "-" if node.step is None else str(node.step),
+            _step_text(node),
             "-" if node.silent_s is None else f"{format_seconds(node.silent_s)} ago",
             _agent_text(silent_s.get(node.node)),
         )
     if len(nodes) > NODES_MAX:
         table.add_row(f"and {len(nodes) - NODES_MAX} more", "", "", "", "", "")
     return table
+
+
+def _step_text(node: RunNodeView) -> str:
+    if node.step is None and node.steps_counted is not None:
+        return f"{node.steps_counted} counted"
+    return "-" if node.step is None else str(node.step)
 
 
 def _ranks(node: RunNodeView) -> str:

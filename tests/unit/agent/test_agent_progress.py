@@ -1,5 +1,7 @@
 """What beats add up to."""
 
+from dataclasses import replace
+
 from gpuops.agent.monitors.progress import MINUTE_NS, AttemptProgress
 from gpuops.wire.ring import STEP_UNKNOWN, Beat, StepSource, WorkerPhase
 
@@ -97,3 +99,16 @@ def test_neither_a_job_that_catches_up_nor_one_that_reports_every_tenth_step_loa
     progress = AttemptProgress()
     progress.feed(0, beats((10, 1.0), (20, 2.0), (30, 3.0), source=StepSource.REPORTED))
     assert progress.steps_first == 10
+
+
+def test_counted_steps_are_counted_and_are_no_step_numbers():
+    counted = [
+        replace(beat, step=STEP_UNKNOWN, counted=beat.seq)
+        for beat in beats((1, 1.0), (2, 2.0), source=StepSource.COUNTED)
+    ]
+    progress = AttemptProgress(highest_before=1)
+    progress.feed(0, [*counted, replace(counted[-1], seq=3, phase=WorkerPhase.EVAL)])
+
+    assert (progress.beats, progress.ranks[0].counted, progress.ranks[0].last_step) == (2, 2, None)
+    assert (progress.first.step, progress.first.source) == (None, StepSource.COUNTED)
+    assert (progress.steps_last, progress.caught_up) == (None, None)

@@ -56,6 +56,16 @@ def test_the_slowest_rank_tells_how_far_a_node_is(tmp_path):
     assert progress_of(agent.known)["silent_s"] == 4.0
 
 
+def test_steps_that_are_only_counted_are_told_as_that(tmp_path):
+    agent = trained(tmp_path)
+    for rank, count in ((0, 7), (1, 6)):
+        beat = Beat(count, -1, 1, WorkerPhase.STEPPING, StepSource.COUNTED, count, "", count)
+        agent.session.journal.beats({rank: [beat]})
+    told = progress_of(agent.known)
+
+    assert (told["step"], told["steps_counted"]) == (None, 6)
+
+
 def test_workers_without_a_step_have_no_rate(tmp_path):
     agent = trained(tmp_path)
     told = progress_of(agent.known)

@@ -148,11 +148,12 @@ def test_ranks_that_differ_are_advice_until_they_are_equal_again(more, to_check)
 def test_unknown_steps_are_shown_as_unknown():
     rows = [
         attempt_row(0, (1, 10, None, 40, 40.5), outcome="failed", beats=50),
-        attempt_row(1, (41, 45, None, 95, 96), beats=90),
+        attempt_row(1, (41, 45, None, 95, 96), beats=90, step_source="counted"),
     ]
     text = " ".join(report_text(break_down_run(run_row(), rows, [])).split())
 
     assert "unknown (50 beats)" in text
+    assert "90 counted" in text
     assert "ETTR between 0.30 and 0.80 (50.0 s unknown)" in text
     assert "repeated steps cannot be told from new ones" in text
 

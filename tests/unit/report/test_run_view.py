@@ -131,6 +131,17 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert "decided     restart (worker-failed): a worker failed" in text
 
 
+def test_steps_that_are_only_counted_are_shown_as_that():
+    board = a_board(FakeClock())
+    key = ControlKeys(run_id=read_control_store(board).run_id).heartbeat(str(UUID(int=1)))
+    board.put(key, pack({"seq": 10, "step": None, "steps_counted": 57}))
+    view = read_control_store(board)
+
+    assert (view.step, view.nodes[0].step, view.nodes[0].steps_counted) == (None, None, 57)
+    assert view.to_json()["nodes"][0]["steps_counted"] == 57
+    assert "57 counted" in shown(view)
+
+
 def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
     why = "rank 1 on vm made no progress for 11 s, is stopped by a signal (state T); restart"
     board = a_board(FakeClock(), reason=why, decision=decision(report("n9"), reason=why))

@@ -12,6 +12,7 @@ from gpuops.wire.ring import (
     STEP_UNKNOWN,
     RingHeader,
     StepSource,
+    WorkerPhase,
     read_beats,
     write_header,
 )
@@ -36,6 +37,8 @@ class Scalar:
 
 class Optimizer:
     """An optimizer's state: by parameter."""
+
+    param_groups = ()
 
     def __init__(self, **steps):
         self.state = {name: {"step": step} for name, step in steps.items()}
@@ -66,7 +69,72 @@ def test_a_step_on_a_device_is_left_alone_and_unknown():
     beat(Optimizer(w=Scalar(7.0, device="cuda")), (), {})
 
     (seen,) = read_beats(ring)
-    assert (seen.step, seen.source) == (STEP_UNKNOWN, StepSource.UNKNOWN)
+    assert (seen.step, seen.source, seen.counted) == (STEP_UNKNOWN, StepSource.COUNTED, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        ("apex", {"step": 0}),
+        ("schedule-free", {"k": 0, "weight_sum": 0.0}),
+        ("Prodigy", {"k": 0, "d": 1e-6}),
+    ],
+)
+def test_a_step_that_is_kept_in_a_parameter_group_is_read_there(kind, group):
+    beat, ring = heart()
+    optimizer = Optimizer(w=0) if kind == "Prodigy" else Optimizer(w=None)
+    optimizer.param_groups = [{"params": [], "lr": 0.1}, group]
+    name = next(iter(group))
+    for step in (41, 42):
+        group[name] = step
+        beat(optimizer, (), {})
+
+    seen = [(b.step, b.source) for b in read_beats(ring)]
+    assert seen == [(41, StepSource.OPTIMIZER_STATE), (42, StepSource.OPTIMIZER_STATE)]
+
+
+def test_a_constant_of_a_parameter_group_is_no_step():
+    beat, ring = heart()
+    optimizer = Optimizer(w=None)
+    optimizer.param_groups = [{"k": 5, "alpha": 0.5}]  # Lookahead
+    beat(optimizer, (), {})
+
+    assert [(b.step, b.counted) for b in read_beats(ring)] == [(STEP_UNKNOWN, 1)]
+
+
+def test_without_a_step_the_calls_of_the_busiest_optimizer_are_counted_and_marked():
+    beat, ring = heart()
+    critic, generator = Optimizer(), Optimizer()
+    for optimizer in (critic, critic, generator, critic):
+        beat(optimizer, (), {})
+    beat.enter(WorkerPhase.EVAL)
+
+    seen = read_beats(ring)
+    assert [b.counted for b in seen] == [1, 2, 2, 3, 3]
+    assert {(b.step, b.source) for b in seen} == {(STEP_UNKNOWN, StepSource.COUNTED)}
+    assert beat.step == STEP_UNKNOWN
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["SGD", "LBFGS", "Muon"])
+def test_optimizers_of_torch_that_keep_no_step_are_counted(name):
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    beat, ring = heart()
+    hook = register_optimizer_step_post_hook(beat)
+    try:
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        optimizer = getattr(torch.optim, name)([weight])
+        weight.grad = torch.ones(2, 2)
+        for _ in range(2):
+            optimizer.step(weight.sum)
+    finally:
+        hook.remove()
+
+    assert [(b.step, b.counted) for b in read_beats(ring)] == [(-1, 1), (-1, 2)]
 
 
 def test_the_parameter_that_is_furthest_is_checked():
@@ -127,7 +195,7 @@ def test_a_checkpointer_names_the_step_of_an_optimizer_that_counts_none():
         beat.named(step)
 
     assert [(b.step, b.source) for b in read_beats(ring)] == [
-        (STEP_UNKNOWN, StepSource.UNKNOWN),
+        (STEP_UNKNOWN, StepSource.COUNTED),
         (1, StepSource.REPORTED),
         (1, StepSource.REPORTED),
         (2, StepSource.REPORTED),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support import bad_peers
+from support.listening import Between, readable
 from support.transfers import (
     CHUNK,
     NBYTES,
@@ -28,8 +29,10 @@ from support.transfers import (
     terms,
     until,
 )
+from support.xxh3_forgery import forged
 
-from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.digest import chunk_hash
+from gpuops.checkpoint.transfer import connection, wire
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch
 from gpuops.checkpoint.transfer.connection import TooManyConnectionsError, TransferConnection
@@ -107,6 +110,49 @@ def test_a_server_that_sends_rubbish_is_a_corrupt_copy(target):
         pytest.raises(CorruptError, match=r"chunk \d+ of 41 arrived corrupt 6 times"),
     ):
         fetch([peer(bad.port, "bad")], job_pass(), COPY, target.view, patient())
+
+
+class Forging(Between):
+    """Puts *evil* in the place of *good* in what the server sends."""
+
+    def __init__(self, port, good, evil):
+        self._good, self._evil = good, evil
+        self.n_forged = 0
+        super().__init__(port)
+
+    def pass_on(self, client, server):
+        held = b""
+        while not self.ends.is_set():
+            for side in readable(client, server, within_s=0.1):
+                data = side.recv(1 << 14)
+                if not data:
+                    return
+                if side is client:
+                    server.sendall(data)
+                    continue
+                held += data
+                self.n_forged += held.count(self._good)
+                held = held.replace(self._good, self._evil)
+                # What may be the beginning of it waits for the rest.
+                n_ready = next(n for n in range(len(held) + 1) if self._good.startswith(held[n:]))
+                client.sendall(held[:n_ready])
+                held = held[n_ready:]
+
+
+def test_other_bytes_with_the_same_hash_are_not_taken(target, monkeypatch):
+    """The exploit: a host between two nodes changes a model that one fetches from the other."""
+    monkeypatch.setattr(connection, "is_on_network", lambda _sock: True)
+    good = bytes(IMAGE.view[:CHUNK])
+    evil = forged(good)
+    assert evil != good
+    assert chunk_hash(evil) == chunk_hash(good)
+    with (
+        serving(Shelf((IMAGE, COPY))) as server,
+        Forging(server.port, good, evil) as between,
+        pytest.raises(TransferError, match="a chunk that the other side did not send"),
+    ):
+        fetch([peer(between.port)], job_pass(), COPY, target.view, terms(patience_s=0.5))
+    assert between.n_forged > 1
 
 
 def test_nobody_there(target):
@@ -228,7 +274,7 @@ STRANGERS = {
     "a length of 4 GB": b"\xff\xff\xff\xff",
     "a length of nothing": b"\0\0\0\0",
     "http": b"GET / HTTP/1.1\r\n\r\n",
-    "a hello that is cut off": b"\0\0\0\x38gpuopst1",
+    "a hello that is cut off": b"\0\0\0\x38gpuopst2",
 }
 
 
@@ -250,7 +296,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
         with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
             began_s = time.monotonic()
             with contextlib.suppress(OSError):
-                for byte in b"\0\0\0\x38gpuopst1" + bytes(60):
+                for byte in b"\0\0\0\x38gpuopst2" + bytes(60):
                     sock.sendall(bytes([byte]))
                     threading.Event().wait(0.1)
             assert time.monotonic() - began_s < 5
@@ -259,7 +305,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
 
 # Nobody is cut off for being slow: only for another's place.
 ENDLESS = {"handshake_s": 600.0, "idle_s": 600.0}
-TOO_FEW = [b"", b"\0\0", b"\0\0\0\x38gpuopst1"]
+TOO_FEW = [b"", b"\0\0", b"\0\0\0\x38gpuopst2"]
 
 
 @contextlib.contextmanager
@@ -426,7 +472,8 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
         assert kind is TransferFrameKind.GET
         get = wire.GetChunks.from_bytes(body)
         line.send(TransferFrameKind.DATA, wire.GetChunks(get.first, get.count).to_bytes())
-        line.send_image(PinnedCopy(memory.fd, copy.digest), 0, get.count * 2**20, no_pace())
+        for number in range(get.first, get.first + get.count):
+            line.send_chunk(PinnedCopy(memory.fd, copy.digest), number * 2**20, 2**20, no_pace())
         # And nothing more, with the connection open: the others are not to wait for it for long.
         done = hand_over(memory, copy, peer(server.port), terms(limits=BOUNDS))
         line.close()

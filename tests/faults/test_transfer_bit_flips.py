@@ -20,6 +20,7 @@ from support.transfers import (
     terms,
 )
 
+from gpuops.checkpoint.transfer import connection
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch, push
 from gpuops.checkpoint.types import StateId
@@ -27,6 +28,13 @@ from gpuops.checkpoint.types import StateId
 NBYTES = 48 * CHUNK + 77
 # A chunk that is spoilt six times in a row would be the end of its transfer.
 GAP_BYTES = 20 * CHUNK
+
+
+@pytest.fixture(autouse=True)
+def over_a_network(monkeypatch):
+    """Chunks have tags, too, as they have between two machines."""
+    monkeypatch.setattr(connection, "is_on_network", lambda _sock: True)
+
 
 some_flips = pytest.mark.parametrize("n_flips", [100, pytest.param(1000, marks=pytest.mark.soak)])
 

@@ -4,12 +4,13 @@ import contextlib
 import socket
 
 from gpuops.checkpoint.transfer import wire
+from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.connection import TransferConnection
 from gpuops.checkpoint.transfer.wire import TransferFrameKind
 from gpuops.host.net import job_proof as proof
 from gpuops.host.net.frames import WireError, framed
 from support.listening import Listening
-from support.transfers import job_pass, limits
+from support.transfers import job_pass, limits, no_pace
 
 
 class BadServer(Listening):
@@ -136,9 +137,9 @@ def serves_rubbish(copy):
             _kind, body = line.receive(5)
             first, count = _range(body)
             line.send(TransferFrameKind.DATA, wire.GetChunks(first, count).to_bytes())
-            begin = first * 4096
-            end = min((first + count) * 4096, copy.digest.nbytes)
-            sock.sendall(bytes(end - begin))
+            rubbish = PinnedCopy(-1, copy.digest, view=memoryview(bytes(4096)))
+            for begin in range(first * 4096, (first + count) * 4096, 4096):
+                line.send_chunk(rubbish, 0, min(4096, copy.digest.nbytes - begin), no_pace())
 
     return behave
 

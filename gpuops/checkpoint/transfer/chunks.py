@@ -189,6 +189,10 @@ class ChunkTracker:
                 f"the received chunks have the root {root[:16]}…, not {self.digest.root[:16]}…"
             )
 
+    def is_expected(self, number: int, hashed: bytes) -> bool:
+        """Return whether the digest has this hash for the chunk *number*."""
+        return hashed == self._expected(number)
+
     def _expected(self, number: int) -> bytes:
         return self.digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
@@ -264,8 +268,11 @@ def _receive_range(
     for number in range(chunk_range.first, chunk_range.first + chunk_range.count):
         hasher.reset()
         with tracker.chunk(number) as view:
-            connection.receive_into(view, hasher)
-        tracker.record(number, hasher.digest())
+            is_authentic = connection.receive_chunk(view, hasher)
+        hashed = hasher.digest()
+        if not is_authentic and tracker.is_expected(number, hashed):
+            raise WireError("a chunk that the other side did not send")
+        tracker.record(number, hashed)
 
 
 def serve_chunks(
@@ -289,10 +296,10 @@ def serve_chunks(
     if get.is_suspect:
         for number in range(get.first, get.first + get.count):
             _check_chunk(copy, number, chunk_bytes)
-    begin = get.first * chunk_bytes
-    nbytes = min(begin + get.count * chunk_bytes, digest.nbytes) - begin
     connection.send(TransferFrameKind.DATA, GetChunks(get.first, get.count).to_bytes())
-    connection.send_image(copy, begin, nbytes, pace)
+    for number in range(get.first, get.first + get.count):
+        at = number * chunk_bytes
+        connection.send_chunk(copy, at, min(chunk_bytes, digest.nbytes - at), pace)
 
 
 def _check_chunk(copy: PinnedCopy, number: int, chunk_bytes: int) -> None:

@@ -3,8 +3,8 @@
 Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see
 `gpuops.host.net.job_proof`). After them a frame is a tag, the job, the epoch, a kind and the fields
 of that kind. Three kinds are followed by bytes outside of frames: `COPY` and `PUSH` by a table of
-chunk hashes, `DATA` by chunks. Their number follows from earlier frames, and they are checked by
-digest.
+chunk hashes, which its root verifies, `DATA` by chunks, each with a tag where they cross a network.
+Their number follows from earlier frames, and they are checked by digest.
 
 One side *requests* chunks and the other *serves* them: a fetching client requests, a pushing client
 serves. So the side that has the memory decides which chunks are missing after a broken connection.
@@ -49,7 +49,7 @@ class JobCredentials:
             self._epoch = max(self._epoch, epoch)
 
 
-MAGIC = b"gpuopst1"
+MAGIC = b"gpuopst2"
 HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind
 FRAME_BYTES_MAX = 1024
 # Before authentication frames are at most this long.

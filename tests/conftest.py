@@ -21,6 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 importlib.import_module("support.light_torch.sitecustomize")
 
 from support.draws import load_profile  # noqa: E402
+from support.etcd import etcd_url  # noqa: E402, F401
 from support.order import spread  # noqa: E402
 from support.postgres import (  # noqa: E402, F401 fixtures for every test
     guarded_postgres,

@@ -15,6 +15,7 @@ else
   command -v shellcheck >/dev/null || missing+=(shellcheck)
   command -v slurmctld >/dev/null && command -v slurmd >/dev/null || missing+=(slurm-wlm)
   command -v munged >/dev/null || missing+=(munge)
+  command -v etcd >/dev/null || missing+=(etcd-server)
   # Of this package only promtool is used, which says whether a text is in Prometheus' format.
   command -v promtool >/dev/null || missing+=(prometheus)
 fi

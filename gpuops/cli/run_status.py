@@ -18,6 +18,8 @@ from gpuops.agent.launch.plan import EndpointKind
 from gpuops.cli.history import open_history
 from gpuops.cli.options import json_option, settings_of, store_option
 from gpuops.config.resolve import Settings, environ
+from gpuops.control.etcd.address import EtcdAddress
+from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import ControlStore
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.errors import GpuopsError
@@ -211,6 +213,12 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
         return TcpControlStore(
             host, port, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S
         )
+    if kind == EndpointKind.ETCD:
+        url = text_or_empty(address.get("endpoint"))
+        # A password is not written down where other users read.
+        if not url or EtcdAddress.parse(url).user:
+            return None
+        return EtcdControlStore(url, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S)
     if kind == EndpointKind.POSTGRES and not settings.store_is_default:
         # psycopg is an optional dependency.
         from gpuops.control.postgres.store import PostgresControlStore

@@ -5,9 +5,9 @@ phase, roster, decision. Only the leader writes it, by compare-and-swap, and the
 the first live one in the succession (`membership`). Two agents that both think they lead do no
 harm: one swap fails.
 
-* `store.ControlStore`: put, compare_and_set, heartbeat, list, delete. Three implementations, one
-  contract test: `memory` (one node), `tcp` (a process on the head node), `postgres` (survives any
-  node).
+* `store.ControlStore`: put, compare_and_set, heartbeat, list, delete. Four implementations, one
+  contract test: `memory` (one node), `tcp` (a process on the head node), `postgres` and `etcd`
+  (survive any node).
 * `join`: an agent enters; `client.ControlClient`: its threads.
 * `leader.Leader`: reads what all agents wrote, calls `step.next_change`, writes what it returns.
 * `step.next_change`: what changes next: collect reports, decide, form a roster, stop; pure, like

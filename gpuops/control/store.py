@@ -1,8 +1,9 @@
 """The control store: a small key-value store with compare-and-set that every agent can reach.
 
-Three implementations pass one contract suite: in memory (a run on one node, and simulations), a TCP
-server in its own process, and a Postgres table. Values are bytes of at most `VALUE_BYTES_MAX`; keys
-are ASCII paths (``alive/3f2a``). All times are the store's, so agents need no common clock.
+Four implementations pass one contract suite: in memory (a run on one node, and simulations), a TCP
+server in its own process, a Postgres table, and keys in etcd. Values are bytes of at most
+`VALUE_BYTES_MAX`; keys are ASCII paths (``alive/3f2a``). All times are the store's, so agents need
+no common clock.
 """
 
 from collections.abc import Mapping

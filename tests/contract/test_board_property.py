@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.boards import memory_boards, postgres_boards, tcp_boards
+from support.boards import etcd_boards, memory_boards, postgres_boards, tcp_boards
 from support.draws import draws
 
 KEYS = st.sampled_from(["control", "a/1", "a/2", "a/b/1", "b/1", "ab"])
@@ -68,12 +68,16 @@ def ask(board, step):
     return answer
 
 
-@pytest.fixture(params=["memory", "tcp", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(
+    params=["memory", "tcp", pytest.param("postgres", marks=pytest.mark.postgres), "etcd"]
+)
 def board(request):
     if request.param == "memory":
         new = memory_boards()
     elif request.param == "tcp":
         new = tcp_boards()
+    elif request.param == "etcd":
+        new = etcd_boards(request.getfixturevalue("etcd_url"))
     else:
         new = postgres_boards(request.getfixturevalue("postgres_url"))
     with new as found:

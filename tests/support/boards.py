@@ -1,13 +1,15 @@
-"""The three boards behind one face, a server that ends with its test, a proxy that does harm."""
+"""The four boards behind one face, a server that ends with its test, a proxy that does harm."""
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
 import threading
 import time
 
+from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.postgres.store import PostgresControlStore
 from gpuops.control.tcp.process import start_server
@@ -76,6 +78,15 @@ def postgres_boards(url, **changes):
     """Yield handles on a table of a real Postgres."""
     wanted = {"run_key": RUN_KEY, "token": TOKEN, "deadline_s": DEADLINE_S, **changes}
     boards = Boards(lambda: PostgresControlStore(url, **wanted))
+    yield boards
+    boards.close()
+
+
+@contextlib.contextmanager
+def etcd_boards(url, **changes):
+    """Yield handles on the keys of a run of its own in a real etcd."""
+    wanted = {"run_key": secrets.token_hex(8), "token": TOKEN, "deadline_s": DEADLINE_S, **changes}
+    boards = Boards(lambda: EtcdControlStore(url, **wanted))
     yield boards
     boards.close()
 

@@ -5,6 +5,7 @@ one node, or ``--standalone``                       in this process, no port
 ``--rdzv-backend=c10d --rdzv-endpoint=host:port``   a control store on that host
 ``--node-rank``, ``--master-addr``, …               a control store on node 0, at the master's port
 ``--rdzv-endpoint=postgresql+psycopg://…``          a table: any single node may be lost
+``--rdzv-endpoint=etcd://host:port``                keys in etcd (v3): the same
 `srun`, none of these                               a control store on the step's first node
 ==================================================  ==========================================
 """
@@ -21,6 +22,9 @@ from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
 from gpuops.agent.launch.restart_policy import NodeCount
 from gpuops.agent.launch.slurm import SlurmStep
+from gpuops.control.etcd.address import SCHEME as ETCD_SCHEME
+from gpuops.control.etcd.address import EtcdAddress
+from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY
 from gpuops.control.store import (
@@ -178,6 +182,8 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
             endpoint=f"{meeting.host}:{meeting.port}",
             is_shared=True,
         )
+    if meeting.kind is EndpointKind.ETCD:
+        return _reach_etcd(meeting, local_address)
     # psycopg is an extra that only this needs.
     from gpuops.control.postgres.store import PostgresControlStore
 
@@ -193,6 +199,21 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
         store=table,
         address=local_address or address_towards(host, port),
         endpoint=f"postgresql://{host}:{port}{parts.path}",
+        is_shared=True,
+    )
+
+
+def _reach_etcd(meeting: EndpointPlan, local_address: str | None) -> ControlEndpoint:
+    store = EtcdControlStore(meeting.url, run_key=meeting.run_key, token=meeting.token)
+    try:
+        store.get(RECORD_KEY)
+    except ControlStoreError:
+        store.close()
+        raise
+    return ControlEndpoint(
+        store=store,
+        address=local_address or address_towards(*store.address.members[0]),
+        endpoint=str(store.address),
         is_shared=True,
     )
 
@@ -215,7 +236,7 @@ NO_KEY = "none"  # torch's --rdzv-id where nobody gave one
 BACKENDS = ("c10d", "postgres", "static")
 _WORKS = (
     "what works: --rdzv-backend=c10d with --rdzv-endpoint=HOST:PORT, or "
-    "--rdzv-endpoint=postgresql+psycopg://USER@HOST/DATABASE"
+    "--rdzv-endpoint=postgresql+psycopg://USER@HOST/DATABASE, or --rdzv-endpoint=etcd://HOST:PORT"
 )
 
 
@@ -270,13 +291,15 @@ def resolve_endpoint(
         )
     order = _order(options, step)
     if backend.text == "postgres" or "://" in (endpoint.text or ""):
-        url = _database(backend, endpoint, store_url)
+        is_etcd = (endpoint.text or "").startswith(ETCD_SCHEME)
+        url = _etcd(endpoint) if is_etcd else _database(backend, endpoint, store_url)
         if key == NO_KEY:
             raise UsageError(
-                "agents that meet in Postgres need --rdzv-id=NAME, the same on each node of a run "
-                "and another for each run"
+                f"agents that meet in {'etcd' if is_etcd else 'Postgres'} need --rdzv-id=NAME, the "
+                "same on each node of a run and another for each run"
             )
-        return Endpoint(kind=EndpointKind.POSTGRES, run_key=key, url=url, order=order)
+        kind = EndpointKind.ETCD if is_etcd else EndpointKind.POSTGRES
+        return Endpoint(kind=kind, run_key=key, url=url, order=order)
     host, port, is_host = _address(options, step, order)
     return Endpoint(
         kind=EndpointKind.TCP, run_key=key, host=host, port=port, is_host=is_host, order=order
@@ -318,7 +341,8 @@ def _order(options: Options, step: SlurmStep | None) -> int | None:
 def _refuse_backend(backend: Option) -> None:
     if backend.text is None or backend.text in BACKENDS:
         return
-    old = "etcd is not used here; " if backend.text.startswith("etcd") else ""
+    is_torchs = backend.text.startswith("etcd")
+    old = "torch's etcd backends (etcd's API v2) are not used here; " if is_torchs else ""
     raise UsageError(f"{backend.shown}: {old}{_WORKS}")
 
 
@@ -334,6 +358,15 @@ def _database(backend: Option, endpoint: Option, store_url: str) -> str:
         where = scrub(endpoint.shown) if endpoint.text else f"{backend.shown} without an endpoint"
         raise UsageError(f"{where}: several nodes cannot meet in SQLite; {_WORKS}")
     return url.render_as_string(hide_password=False)
+
+
+def _etcd(endpoint: Option) -> str:
+    """Return the URL of the etcd to meet in."""
+    try:
+        EtcdAddress.parse(endpoint.given)
+    except ControlStoreError as exc:
+        raise UsageError(f"{scrub(endpoint.shown)}: {exc}") from None
+    return endpoint.given
 
 
 def _address(

@@ -16,6 +16,7 @@ class EndpointKind(StrEnum):
     PRIVATE = "private"  # one node: a control store in this process, no port
     TCP = "tcp"  # a control store in a process of its own, on the node of the endpoint
     POSTGRES = "postgres"  # a table: any single node may be lost
+    ETCD = "etcd"  # keys in an etcd of the site: the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class EndpointPlan:
     run_key: str  # --rdzv-id: agents with the same one are one run
     host: str = ""
     port: int = 0
-    url: str = field(default="", repr=False)  # of Postgres; a secret
+    url: str = field(default="", repr=False)  # of Postgres or etcd; a secret
     token: str = field(default="", repr=False)  # of the job; a secret
     own_token: Path | None = None  # the file of the user's own token, where none was given
     is_host: bool | None = None

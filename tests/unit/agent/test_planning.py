@@ -79,6 +79,8 @@ def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on
         (["--nnodes=2", "--rdzv-endpoint=redis://h/1"], "redis"),
         (["--nnodes=2", "--rdzv-backend=postgres", "--rdzv-id=a"], "SQLite"),
         (["--nnodes=2", "--rdzv-endpoint=postgresql+psycopg://u@h/d"], "need --rdzv-id"),
+        (["--nnodes=2", "--rdzv-endpoint=etcd://h"], "in etcd need --rdzv-id"),
+        (["--nnodes=2", "--rdzv-endpoint=etcd://u:p@h:x"], r"etcd://u:\*\*\*@h:x: .* malformed"),
         (["--nnodes=2", *C10D, "--rdzv-conf=join_timeout"], "is not key=value"),
         (["--nnodes=2", *C10D, "--rdzv-conf=join_timeout=x"], "join_timeout=x"),
         (["--nnodes=2", "--master-port=70000", "--node-rank=0"], "--master-port=70000: a port"),
@@ -180,6 +182,16 @@ def test_postgres_as_the_meeting_point_and_its_password_in_no_repr(script, flags
 
     assert plan.endpoint.kind is EndpointKind.POSTGRES
     assert plan.endpoint.url == "postgresql+psycopg://u:hunter2@db/gpuops"
+    assert plan.endpoint.run_key == "a"
+    assert "hunter2" not in repr(plan)
+
+
+def test_etcd_as_the_meeting_point_and_its_password_in_no_repr(script):
+    url = "etcd://u:hunter2@h:1,i:2"
+    flags = ["--nnodes=2", "--rdzv-id=a", "--rdzv-backend=c10d", f"--rdzv-endpoint={url}"]
+    plan = requested(*flags, script).plan
+
+    assert (plan.endpoint.kind, plan.endpoint.url) == (EndpointKind.ETCD, url)
     assert plan.endpoint.run_key == "a"
     assert "hunter2" not in repr(plan)
 

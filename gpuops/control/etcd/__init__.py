@@ -1,0 +1,7 @@
+"""The control store in etcd (v3): its address, its HTTP calls, the store.
+
+The client is the standard library over etcd's JSON gateway, which every etcd since 3.4 serves on
+its client port. Of the packages, etcd3 was last released in 2020 and needs grpc; etcd3gw is kept,
+but calls one member only, limits each read and not a call, and needs three further packages for
+the one POST that is used here.
+"""

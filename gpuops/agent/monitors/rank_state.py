@@ -24,14 +24,15 @@ _COMPARED = 40
 _NEAR = 4
 # Below this share of a processor a thread that holds the lock does not run: it waits, holding it.
 _IDLE_SHARE = 0.1
-# In the samples together: no heartbeat of a store, no scrape of a metric; less from one connection,
-# which a slow download may be.
+# In all samples: no heartbeat of a store, no scrape of a metric; less from one connection, which a
+# slow download may be. Children that only measure read much of /proc: so much a second.
 _MOVED_BYTES_MIN = 2**20
 _RECEIVED_BYTES_MIN = 8 * 2**10
-# A main thread that waits so often a second, and computes in between, goes round in a loop. One
-# that polls for something computes less; both are guesses.
-_WAITS_PER_S_MIN = 2.0
-_LOOP_SHARE_MIN = 0.02
+# A main thread that waits so often a second, and computes for so long in between, goes round in a
+# loop. Python that polls for a file, a queue or a child takes 30 to 80 us for it, or polls seldom.
+_WAITS_PER_S_MIN = 1.0
+_LOOP_SHARE_MIN = 0.005
+_WORK_S_MIN = 150e-6
 _TORCH = re.compile(r"/torch/")
 _COLLECTIVE = re.compile(r"/torch/distributed/|/torchft/|/deepspeed/comm/|/horovod/")
 _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
@@ -124,7 +125,7 @@ def _by_gil(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
 
 
 def _by_stack(facts: RankFacts) -> RankDiagnosis:
-    moves_bytes = _moves_bytes(facts.samples)
+    moves_bytes = _moves_bytes(facts.target.pid, facts.samples)
     stacks = next((s.stacks for s in reversed(facts.samples) if s.stacks is not None), None)
     main = stacks.main if stacks is not None else None
     if main is None or not main.frames:
@@ -197,16 +198,22 @@ def _has_moved(samples: Sequence[WorkerSample]) -> bool:
     return False
 
 
-def _moves_bytes(samples: Sequence[WorkerSample]) -> bool:
-    """Return whether the rank or a child of it read or wrote, on files or connections."""
-    known = [sample.traffic for sample in samples if sample.traffic is not None]
+def _moves_bytes(pid: int, samples: Sequence[WorkerSample]) -> bool:
+    """Return whether rank *pid* or a child of it read or wrote, on files or connections."""
+    known = [(each.at_s, each.traffic) for each in samples if each.traffic is not None]
     if len(known) < 2:
         return False
-    before, now = known[0], known[-1]
+    (from_s, before), (to_s, now) = known[0], known[-1]
     grown = {key: amount - before.get(key, 0) for key, amount in now.items()}
-    moved = sum(n for (kind, _), n in grown.items() if kind is not TrafficKind.RECEIVED)
-    received = [n for (kind, _), n in grown.items() if kind is TrafficKind.RECEIVED]
-    return moved >= _MOVED_BYTES_MIN or max(received, default=0) >= _RECEIVED_BYTES_MIN
+    own = grown.get((TrafficKind.FILES, pid), 0)
+    children = sum(n for (kind, _), n in grown.items() if kind is TrafficKind.FILES) - own
+    sent = max((n for (kind, _), n in grown.items() if kind is TrafficKind.SENT), default=0)
+    received = max((n for (kind, _), n in grown.items() if kind is TrafficKind.RECEIVED), default=0)
+    return (
+        max(own, sent) >= _MOVED_BYTES_MIN
+        or children >= _MOVED_BYTES_MIN * max(to_s - from_s, 1.0)
+        or received >= _RECEIVED_BYTES_MIN
+    )
 
 
 def _loops(samples: Sequence[WorkerSample]) -> bool:
@@ -218,7 +225,8 @@ def _loops(samples: Sequence[WorkerSample]) -> bool:
     took_s = to_s - from_s
     waits = (last.main_waits or 0) - (first.main_waits or 0)
     cpu_s = (last.main_cpu_s or 0.0) - (first.main_cpu_s or 0.0)
-    return waits >= _WAITS_PER_S_MIN * took_s > 0 and cpu_s >= _LOOP_SHARE_MIN * took_s
+    is_busy = cpu_s >= max(_LOOP_SHARE_MIN * took_s, _WORK_S_MIN * waits)
+    return waits >= _WAITS_PER_S_MIN * took_s > 0 and is_busy
 
 
 def _same(one: ThreadStack, other: ThreadStack) -> bool:

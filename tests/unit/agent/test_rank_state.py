@@ -203,19 +203,20 @@ FILES, RECEIVED, SENT = TrafficKind
 @pytest.mark.parametrize(
     ("before", "now", "moving"),
     [
-        ({(FILES, 7): 0}, {(FILES, 7): 2**20 - 1}, False),
-        ({(FILES, 7): 0}, {(FILES, 7): 2**20}, True),
-        ({(FILES, 7): 9}, {(FILES, 7): 9, (FILES, 8): 2**20}, True),
+        ({(FILES, 77): 0}, {(FILES, 77): 2**20 - 1}, False),
+        ({(FILES, 77): 0}, {(FILES, 77): 2**20}, True),
+        ({(FILES, 77): 9}, {(FILES, 77): 9, (FILES, 8): 2**23}, True),
+        ({(FILES, 77): 9}, {(FILES, 77): 9, (FILES, 8): 2**23 - 1}, False),
         ({(SENT, 5): 0}, {(SENT, 5): 2**20}, True),
         ({(SENT, 5): 0}, {(SENT, 5): 2**13}, False),
         ({(RECEIVED, 5): 100}, {(RECEIVED, 5): 100 + 2**13}, True),
         ({(RECEIVED, 5): 100}, {(RECEIVED, 5): 99 + 2**13}, False),
         ({}, {(RECEIVED, n): 60 for n in range(1000)}, False),
         ({(RECEIVED, 5): 2**30}, {}, False),
-        (None, {(FILES, 7): 2**30}, False),
+        (None, {(FILES, 77): 2**30}, False),
     ],
-    ids=["a little", "reads", "a child reads", "sends", "sends a little", "slow socket", "less",
-         "a thousand heartbeats", "closed", "seen once"],
+    ids=["a little", "reads", "a child reads", "a child measures", "sends", "sends a little",
+         "slow socket", "less", "a thousand heartbeats", "closed", "seen once"],
 )  # fmt: skip
 def test_who_moves_bytes_is_at_work(before, now, moving):
     here = stacks(USER)
@@ -229,8 +230,15 @@ def test_who_moves_bytes_is_at_work(before, now, moving):
 
 @pytest.mark.parametrize(
     ("waits", "on_cpu_s", "moving"),
-    [(800, 0.16, True), (1600, 0.1, False), (15, 4.0, False), (0, 8.0, False), (None, None, False)],
-    ids=["evaluates in one line", "polls", "waits seldom", "spins", "not known"],
+    [
+        (400, 0.08, True),
+        (1600, 0.2, False),
+        (80, 0.03, False),
+        (7, 4.0, False),
+        (0, 8.0, False),
+        (None, None, False),
+    ],
+    ids=["evaluates", "polls often", "polls", "waits seldom", "spins", "not known"],
 )
 def test_who_waits_again_and_again_and_computes_in_between_is_at_work(waits, on_cpu_s, moving):
     here = stacks(USER)

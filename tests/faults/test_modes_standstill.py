@@ -102,6 +102,7 @@ def test_a_worker_in_the_kernel_on_the_only_node_has_the_job_go_elsewhere(tmp_pa
     [
         ("wait", 120),
         ("evaluate", 100),
+        ("evaluate-in-one-call", 100),
         ("read", 900),
         ("copy", 900),
         ("receive", 900),

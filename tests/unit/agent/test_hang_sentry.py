@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support.monitors import evidence_of, report_of
@@ -304,6 +305,29 @@ def test_who_never_ends_loading_hangs_after_an_hour(tmp_path):
     assert 3600 <= hang_after(start(tmp_path, moving()))[0] <= 3620
 
 
+def test_ranks_that_stand_in_one_place_where_none_waits_for_another_have_the_time_of_a_phase(
+    tmp_path,
+):
+    """They may evaluate in one long call; a rank that hangs alone is elsewhere than the others."""
+    same = FakeReader(r0=("S", SLEEPS), r1=("S", SLEEPS))
+    assert 600 <= hang_after(Node(tmp_path, same, timeout_s=None).steps(20))[0] <= 602
+    line = replace(SLEEPS, line=41)
+    for other in (("S", line), ("S", WAITS), ("T", SLEEPS), ("D", SLEEPS)):
+        apart = FakeReader(r0=("S", SLEEPS), r1=other)
+        assert hang_after(Node(tmp_path, apart, timeout_s=None).steps(20))[0] <= 61
+    node = Node(tmp_path, same, timeout_s=None).steps(20)
+    node.silence(70)
+    node.gathered()
+    assert node.silence(20) is None
+    assert node.sentry.busy_for_s() == 0, "another node may still find one of its own"
+    inner = [replace(SLEEPS, line=line) for line in range(500)]
+    one_moves = FakeReader(r0=("R", inner), r1=("S", SLEEPS))
+    assert hang_after(Node(tmp_path, one_moves, timeout_s=None).steps(20))[0] >= 600
+    behind = Node(tmp_path, same, timeout_s=None).steps(20).steps(1, ranks=(0,))
+    assert hang_after(behind)[0] <= 62
+    assert hang_after(Node(tmp_path, same).steps(20))[0] == 12
+
+
 def test_a_silence_in_which_bytes_move_may_last_longer_than_one_in_which_frames_do(tmp_path):
     node = Node(tmp_path, downloading(), timeout_s=None).steps(20)
 
@@ -312,8 +336,9 @@ def test_a_silence_in_which_bytes_move_may_last_longer_than_one_in_which_frames_
 
 def test_a_start_in_which_all_load_names_nobody(tmp_path):
     reader = FakeReader(r0=("S", SLEEPS), r1=("S", SLEEPS))
-    _, report = hang_after(start(tmp_path, reader))
+    after_s, report = hang_after(start(tmp_path, reader))
 
+    assert 600 < after_s < 606
     assert (report.culprits, report.confidence) == ((), Confidence.SYMPTOM_ONLY)
     assert report.failure_class is FailureClass.HANG_NO_PROGRESS
     assert [end.signature for end in report.ends] == ["hang at train.py in lost"] * 2

@@ -103,6 +103,7 @@ class HangJudge:
     _polled_ns: int = 0
     _awake_ns: int = 0
     _excused_until_ns: int = 0
+    _busy_until_ns: int = 0
     _has_reported_beatless: bool = False
     _has_ever_stepped: bool = False
 
@@ -111,7 +112,7 @@ class HangJudge:
         self._ranks = {rank: RankTimer(now_ns, now_ns) for rank in ranks}
         self._polled_ns = self._awake_ns = now_ns
         self.limits.begin_attempt()
-        self._excused_until_ns = 0
+        self._excused_until_ns = self._busy_until_ns = 0
 
     def feed(self, beats: Mapping[int, Iterable[Beat]], now_ns: int) -> None:
         """Take in the next heartbeats of each rank."""
@@ -121,9 +122,14 @@ class HangJudge:
                 timer.add(rank, beat, self.limits, self._awake_ns)
                 self._has_ever_stepped |= beat.phase is WorkerPhase.STEPPING
 
-    def excuse_until(self, mono_ns: int) -> None:
-        """Accept silence until then: a rank is at work, here or on another node."""
+    def excuse_until(self, mono_ns: int, *, others_too: bool = True) -> None:
+        """Accept silence until then: a rank is at work, here or on another node.
+
+        *others_too*: other nodes are told to accept theirs, see `busy_for_s`.
+        """
         self._excused_until_ns = max(self._excused_until_ns, mono_ns)
+        if others_too:
+            self._busy_until_ns = max(self._busy_until_ns, mono_ns)
 
     @property
     def steps(self) -> dict[int, int | None]:
@@ -152,7 +158,7 @@ class HangJudge:
 
         For other nodes, whose ranks may be waiting for ranks here.
         """
-        left_s = [0.0, (self._excused_until_ns - now_ns) / NS]
+        left_s = [0.0, (self._busy_until_ns - now_ns) / NS]
         for rank, timer in self._ranks.items():
             if self._is_in_long_phase(timer):
                 left_s.append(timer.limit_s(rank, self.limits) - self._silent_s(timer, now_ns))

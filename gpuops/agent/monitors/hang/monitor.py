@@ -19,7 +19,7 @@ from gpuops.agent.monitors.evidence import (
     SystemEvidenceReader,
 )
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
-from gpuops.agent.monitors.hang.patience import VerdictHistory, at_work_limit_s
+from gpuops.agent.monitors.hang.patience import VerdictHistory, signs_of_work
 from gpuops.agent.monitors.hang.report import (
     HangCulprits,
     NodeHangView,
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 HOLD_S = 3.0
 NAMED_MAX = 8
 _GONE = frozenset({None, "Z", "X"})
-# Ranks found at work are judged again after as long as they have been silent, and at least this.
-RECHECK_S = 30.0
 # Classes for which only silence speaks; the kernel or the interpreter reports the others.
 _BY_SILENCE = frozenset({FailureClass.HANG_NO_PROGRESS, FailureClass.HANG_COLLECTIVE})
 
@@ -264,7 +262,8 @@ class HangMonitor(Monitor):
         """Accept a silence beyond a limit of ours while a rank is found at work.
 
         It may be an evaluation that the script did not label. Accept it also where the run came no
-        further after the last verdict, and nothing but the silence speaks against a rank.
+        further after the last verdict, or all ranks do the same and nothing but silence speaks
+        against them.
         """
         if not self._is_ours(hang):
             return False
@@ -278,20 +277,16 @@ class HangMonitor(Monitor):
                     *(hang.silent_s, hang.phase, hang.limit_s, raised_s),
                 )
                 return True
-        at_work = [rank for rank, diagnosis in diagnoses.items() if diagnosis.is_moving]
-        limit_s = at_work_limit_s(
-            hang, [diagnoses[rank] for rank in at_work], self._judge.limits.factor
-        )
-        if not at_work or hang.silent_s >= limit_s:
+        work = signs_of_work(hang, found.ranks, diagnoses, self._judge.limits.factor)
+        if work is None:
             return False
-        if any(not diagnoses[rank].is_moving for rank in found.ranks):
-            return False
-        again_s = min(max(hang.silent_s, RECHECK_S), limit_s - hang.silent_s)
-        self._judge.excuse_until(now_ns + round(again_s * NS))
+        # Ranks that only stand in one place may wait for those of another node, which then hang.
+        until_ns = now_ns + round(work.again_s * NS)
+        self._judge.excuse_until(until_ns, others_too=work.is_seen)
         log.warning(
             "no step for %.0f s (limit %.0f s), but rank %d %s; next check in %.0f s."
             ' Label long phases with `with gpuops.phase("eval"):`',
-            *(hang.silent_s, hang.limit_s, at_work[0], diagnoses[at_work[0]].how, again_s),
+            *(hang.silent_s, hang.limit_s, work.rank, diagnoses[work.rank].how, work.again_s),
         )
         return True
 

@@ -4,27 +4,74 @@ A start loads a checkpoint, skips data, downloads; an evaluation may not be labe
 found at work is no hang, and a verdict after which the run came no further was perhaps none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S
-from gpuops.agent.monitors.rank_state import RankDiagnosis
+from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 
 # A rank that works in a start or a labelled phase, or moves bytes, may take so long. A guess: an
 # hour is longer than any load we know of, and a retry loop that never ends is found after it.
 AT_WORK_S = 3600.0
+# They are judged again after as long as they have been silent, and at least this.
+RECHECK_S = 30.0
 RAISE_FACTOR = 3.0
 RAISES_MAX = 3
 
 
-def at_work_limit_s(hang: HangFinding, at_work: Iterable[RankDiagnosis], factor: float) -> float:
-    """Return how long ranks may be silent while those *at_work* are found working.
+@dataclass(frozen=True, slots=True)
+class SignsOfWork:
+    """Why a silence is accepted for ``again_s`` more, by one rank's example.
 
-    Where a step is due only as long as a phase, unless bytes move: it may be an endless loop.
+    ``is_seen``: ranks were seen to work; else they only stand in one place.
     """
-    is_long = hang.limit_s >= factor * PHASE_FLOOR_S or any(each.moves_bytes for each in at_work)
-    return factor * (AT_WORK_S if is_long else PHASE_FLOOR_S)
+
+    rank: int
+    again_s: float
+    is_seen: bool
+
+
+def signs_of_work(
+    hang: HangFinding,
+    blamed: Collection[int],
+    diagnoses: Mapping[int, RankDiagnosis],
+    factor: float,
+) -> SignsOfWork | None:
+    """Return why *hang* may be none, None where nothing speaks for the ranks.
+
+    Where a step is due ranks are seen to work only as long as a phase may take, unless they move
+    bytes: it may be an endless loop. Where some of the *blamed* do not move, several ranks in one
+    function may evaluate in one long call. *factor* scales the limits.
+    """
+    at_work = {rank: each for rank, each in diagnoses.items() if each.is_moving}
+    is_seen = bool(at_work) and all(rank in at_work for rank in blamed)
+    if not is_seen and not _do_the_same(hang, diagnoses.values()):
+        return None
+    is_long = hang.limit_s >= factor * PHASE_FLOOR_S or any(v.moves_bytes for v in at_work.values())
+    limit_s = factor * (AT_WORK_S if is_seen and is_long else PHASE_FLOOR_S)
+    if hang.silent_s >= limit_s:
+        return None
+    again_s = min(max(hang.silent_s, RECHECK_S), limit_s - hang.silent_s)
+    return SignsOfWork(min(at_work or diagnoses), again_s, is_seen)
+
+
+def _do_the_same(hang: HangFinding, diagnoses: Collection[RankDiagnosis]) -> bool:
+    """Return whether several ranks are in one function of the program, and none waits for another.
+
+    Those that do not move are in the same line. A rank that hangs alone is elsewhere than those it
+    holds up.
+    """
+    if hang.lagging or len(diagnoses) < 2:
+        return False
+    if any(each.state is not RankState.IN_USER_CODE for each in diagnoses):
+        return False
+    still = {each.frames for each in diagnoses if not each.is_moving}
+    if len(still) != 1:
+        return False
+    (frames,) = still
+    place = frames[0].file, frames[0].function
+    return all(place in {(f.file, f.function) for f in each.frames} for each in diagnoses)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,10 @@ def lost():
     how = sys.argv[1]
     if how == "sleep":
         time.sleep(600)
+    elif how == "lock":
+        from torch.utils.file_baton import FileBaton
+        open("lock", "w").close()
+        FileBaton("lock").wait()
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "gil":
@@ -131,6 +135,10 @@ needs_pyspy = pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason=
     ("how", "failure_class", "says", "blames"),
     [
         ("sleep", FailureClass.HANG_NO_PROGRESS, "is in lost (", False),
+        pytest.param(
+            *("lock", FailureClass.HANG_NO_PROGRESS, "a lock of torch's JIT builds", False),
+            marks=pytest.mark.soak,
+        ),
         ("stop", FailureClass.HANG_STOPPED, "is stopped by a signal (state T)", False),
         pytest.param(
             *("gil", FailureClass.HANG_GIL_HELD, "its main thread holds the interpreter", False),

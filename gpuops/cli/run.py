@@ -57,8 +57,8 @@ class _TorchrunCommand(click.Command):
 @click.pass_context
 def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     """Run a training job: torchrun's flags, and it recovers."""
-    if words[:1] == ("status",):
-        return _status(ctx, words[1:])
+    if words[:1] in {("status",), ("readmit",)}:
+        return _command(ctx, *words)
     if find_spec("torch") is None and set(words) & {"-h", "--help"}:
         click.echo(
             "gpuops run [torchrun's flags] SCRIPT [args]: run a training job; it recovers.\n"
@@ -111,12 +111,14 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     return outcome.exit_code
 
 
-def _status(ctx: click.Context, words: tuple[str, ...]) -> int:
-    """Run ``gpuops run status``."""
+def _command(ctx: click.Context, name: str, *words: str) -> int:
+    """Run ``gpuops run status`` or ``gpuops run readmit``."""
+    from gpuops.cli.run_readmit import readmit
     from gpuops.cli.run_status import status
 
-    with status.make_context("run status", list(words), parent=ctx.parent) as inner:
-        found = status.invoke(inner)
+    command = status if name == "status" else readmit
+    with command.make_context(f"run {name}", list(words), parent=ctx.parent) as inner:
+        found = command.invoke(inner)
     return found if isinstance(found, int) else 0
 
 

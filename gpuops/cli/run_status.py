@@ -154,7 +154,7 @@ class RunWatcher:
 
     def refresh(self) -> RunView | None:
         """Return the state of the run, None without its folder."""
-        folder = self._folder()
+        folder = run_folder(self._parent, self._run_id_part)
         found = [] if folder is None else list(read_states(folder))
         if not found:
             return None
@@ -167,11 +167,6 @@ class RunWatcher:
         if view.restarts_max is None:
             view = replace(view, restarts_max=from_files(found).restarts_max)
         return replace(view, notes=notes)
-
-    def _folder(self) -> Path | None:
-        if any(read_states(self._parent)):
-            return self._parent
-        return find_run_folder(self._parent, self._run_id_part)
 
     def _from_control_store(
         self, found: list[dict[str, Any]]
@@ -196,6 +191,11 @@ class RunWatcher:
         if agent_state is None or agent_state.get("run_id") != found[0].get("run_id"):
             return None
         return from_agent(agent_state)
+
+
+def run_folder(parent: Path, run_id_part: str | None) -> Path | None:
+    """Return *parent* where it is a run's folder, else the run's folder in it, None without one."""
+    return parent if any(read_states(parent)) else find_run_folder(parent, run_id_part)
 
 
 def connect_control_store(address: Mapping[str, Any], settings: Settings) -> ControlStore | None:

@@ -312,7 +312,9 @@ class Leader:
         ready = tuple(self._membership.read_ready(generation, now_ns))
         # A node is excluded once its report is filed.
         failed = self._read_reports(generation, of_gates=True) if excluded else {}
-        seen = replace(seen, ready=ready, failed_gates=tuple(failed.values()))
+        # A node that was readmitted is checked again.
+        gates = tuple(report for report in failed.values() if report.node in excluded)
+        seen = replace(seen, ready=ready, failed_gates=gates)
         if is_held_back(seen, self._policy.timeouts):
             return seen
         candidate = form_roster(generation, ready, seen.roster, self._policy.restart, excluded)

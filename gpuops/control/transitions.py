@@ -99,3 +99,17 @@ def grow(
         decision=None,
         not_before_s=0.0,
     )
+
+
+def readmit(now: ControlRecord, node: str) -> ControlRecord | None:
+    """Any phase but STOP: *node*, which was excluded, may join again; None where it may not.
+
+    Its agent joins the next generation, after a check; a run that may grow begins one for it.
+    """
+    if node not in now.excluded or now.phase is RunPhase.STOP:
+        return None
+    return replace(
+        now,
+        excluded={name: why for name, why in now.excluded.items() if name != node},
+        suspected={name: why for name, why in now.suspected.items() if name != node},
+    )

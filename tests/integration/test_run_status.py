@@ -278,3 +278,35 @@ def test_it_imports_no_torch():
     )
 
     assert ran.stdout == "False\n"
+
+
+@pytest.fixture
+def readmit(call, capsys):
+    """Return a function that runs ``gpuops run readmit``."""
+
+    def command(*words):
+        code = run_command(["run", "readmit", *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+def test_a_repaired_node_is_readmitted(call, readmit, board, tmp_path):
+    publish(tmp_path, agent_state(board=board))
+
+    assert readmit("n9") == (0, f"node n9 may join the run {FOLDER} again\n", "")
+    assert json.loads(call("--json")[1])["excluded"] == {}
+    code, _out, err = readmit("n9")
+    assert (code, err) == (64, "gpuops: the run has not left n9 out; left out: none\n")
+
+
+def test_a_run_that_cannot_be_reached_readmits_nobody(readmit, tmp_path):
+    code, _out, err = readmit("n9")
+    assert code == 64
+    assert "no run in" in err
+
+    publish(tmp_path, agent_state())
+    code, _out, err = readmit("n9")
+    assert code == 64
+    assert "it is on one node" in err

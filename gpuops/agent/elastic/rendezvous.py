@@ -61,6 +61,10 @@ class WaitHooks(Protocol):
         """Return whether this node may join; takes at most the preflight check's deadline."""
         ...
 
+    def excluded(self, reason: str) -> None:
+        """Called while the run leaves this node out; raises `ExcludedError` unless it waits."""
+        ...
+
     def waiting(self, record: ControlRecord) -> None:
         """Called several times a second during the wait; may raise to end it."""
         ...
@@ -130,8 +134,9 @@ class ControlRendezvous(RendezvousHandler):
             if record.phase is RunPhase.STOP:
                 raise RunOverError(record)
             if self._control.me.node in record.excluded:
-                raise ExcludedError(record.excluded[self._control.me.node])
-            if record.generation > self._left:
+                self._hooks.excluded(record.excluded[self._control.me.node])
+                declared = None  # once it is readmitted, it is checked again
+            elif record.generation > self._left:
                 if record.phase is RunPhase.RENDEZVOUS:
                     if declared != record.generation and self._declare(record.generation):
                         declared = record.generation

@@ -4,7 +4,12 @@ from signal import Signals
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
 from gpuops.agent.elastic.drain import drain_from_afar
-from gpuops.agent.elastic.rendezvous import ControlStoreLostError, Preflight, RunOverError
+from gpuops.agent.elastic.rendezvous import (
+    ControlStoreLostError,
+    ExcludedError,
+    Preflight,
+    RunOverError,
+)
 from gpuops.agent.launch.services import Services
 from gpuops.control.membership import stop_without_workers
 from gpuops.control.record import ControlRecord, RunPhase
@@ -18,6 +23,7 @@ class AgentWait:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._session = services.session
+        self._excluded = ""  # why the run leaves this node out, as the user was told
 
     def gate(self) -> Preflight:
         """Return whether this node may join; see `WaitHooks`.
@@ -41,6 +47,29 @@ class AgentWait:
         self.waiting(self._services.control.record)
         if self._services.control.wait_until(lambda now: now.phase is RunPhase.STOP, seconds):
             raise RunOverError(self._services.control.record)
+
+    def excluded(self, reason: str) -> None:
+        """Wait, under srun, until the run ends or takes this node back; see `WaitHooks`.
+
+        A task that ends early would make srun end the others.
+
+        Raises:
+            ExcludedError: This agent ends at once.
+        """
+        services = self._services
+        if not services.plan.parks:
+            raise ExcludedError(reason)
+        if self._excluded == reason:
+            return
+        self._excluded = reason
+        now_us = services.clock.now_us()
+        self._session.safely(
+            "recording the exclusion", lambda: self._session.journal.excluded(reason, now_us)
+        )
+        services.say(
+            f"node {services.node} is left out of this run: {reason}; once it is repaired, "
+            f"`gpuops run readmit {services.node}` takes it back"
+        )
 
     def waiting(self, record: ControlRecord) -> None:
         """Check signals and the control store; see `WaitHooks`.

@@ -50,7 +50,6 @@ from gpuops.agent.launch.torch_config import (
 from gpuops.agent.status.server import AgentServer
 from gpuops.config.resolve import Settings
 from gpuops.control.join import RunIsOverError, leave
-from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.errors import (
     EXIT_FAIL,
@@ -297,7 +296,7 @@ def _supervise(agent: GpuopsAgent, prepared: LaunchContext, assembly: AssembledA
         session.safely("recording the end", end)
         ended = RunOutcome(exit_code=code, outcome=ended_as(code), reason=exc.record.reason)
     except ExcludedError as exc:
-        ended = _record_excluded(str(exc), prepared, assembly)
+        ended = _record_excluded(str(exc), assembly)
     except ControlStoreLostError as exc:
         why = str(exc)
         session.safely("recording the loss", lambda: session.journal.store_lost(why))
@@ -327,42 +326,19 @@ def _save_last(prepared: LaunchContext, assembly: AssembledAgent) -> None:
         awaited(lambda: checkpoints.flush(limit_s), check)
 
 
-def _record_excluded(reason: str, prepared: LaunchContext, assembly: AssembledAgent) -> RunOutcome:
-    """End as a node that is left out; under srun wait for the run first, and end as it does.
-
-    A task that ends early would make srun end the others.
-    """
+def _record_excluded(reason: str, assembly: AssembledAgent) -> RunOutcome:
+    """End as a node that is left out; one under srun waits (`AgentWait.excluded`)."""
     parts, session = assembly.services, assembly.session
     now_us = parts.clock.now_us()
     session.safely("recording the exclusion", lambda: session.journal.excluded(reason, now_us))
-    parts.say(f"node {parts.node} is left out of this run: {reason}")
+    parts.say(
+        f"node {parts.node} is left out of this run: {reason}; once it is repaired, "
+        f"`gpuops run readmit {parts.node}`, then start this command there again"
+    )
     alone = not assembly.endpoint.is_shared
     session.leads = alone
-    if not parts.plan.parks or alone:
-        code = EXIT_NODE_UNHEALTHY
-        return RunOutcome(exit_code=code, outcome="failed", reason=reason, goes_on=not alone)
-    try:
-        with prepared.cancellation.interruptible():
-            record = _wait_for_the_end(assembly)
-    except SignalException as exc:
-        return RunOutcome(
-            exit_code=128 + exc.sigval, outcome="cancelled", reason=f"{exc.sigval.name}"
-        )
-    code = EXIT_REQUEUE if record is None else record.exit_code or EXIT_OK
-    why = "the control store was lost" if record is None else record.reason
-    return RunOutcome(exit_code=code, outcome=ended_as(code), reason=f"{why} (left out: {reason})")
-
-
-def _wait_for_the_end(assembly: AssembledAgent) -> ControlRecord | None:
-    control = assembly.services.control
-    while not control.wait_until(lambda now: now.phase is RunPhase.STOP, 1.0):
-        if (
-            control.reset_error is not None
-            or control.unreachable_s > assembly.services.plan.store_lost_s
-        ):
-            return None
-        assembly.launch.cancellation.check()
-    return control.record
+    code = EXIT_NODE_UNHEALTHY
+    return RunOutcome(exit_code=code, outcome="failed", reason=reason, goes_on=not alone)
 
 
 def _leave(assembly: AssembledAgent) -> None:

@@ -18,6 +18,7 @@ from gpuops.control.join import join
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY, ControlRecord, Member, Roster, RunPhase, unpack
 from gpuops.control.threads import AgentCallbacks, ControlThreads
+from gpuops.control.transitions import readmit
 from gpuops.host.clock import FakeClock
 
 pytestmark = pytest.mark.torch
@@ -34,9 +35,14 @@ class Hooks:
     def __init__(self):
         self.acts = []
         self.found = Preflight(passed=True)
+        self.parks = False
 
     def gate(self):
         return self.found
+
+    def excluded(self, reason):
+        if not self.parks:
+            raise ExcludedError(reason)
 
     def waiting(self, _record):
         if not self.acts:
@@ -181,6 +187,22 @@ def test_no_seat_is_taken_while_peers_may_have_heard_nothing(bench):
 def test_an_excluded_node_waits_no_more(bench):
     with pytest.raises(ExcludedError, match="sick"):
         bench.ask(bench.becomes(excluded={"n0": "sick"}))
+
+
+def test_one_that_waits_is_checked_and_takes_a_place_again_once_it_is_readmitted(bench):
+    bench.hooks.parks = True
+    bench.hooks.found = Preflight(passed=False, reason="sick")
+
+    def repaired():
+        assert bench.link.record.excluded == {"n0": "sick"}
+        bench.hooks.found = Preflight(passed=True)
+        bench.link.update_record(lambda now: readmit(now, "n0"))
+
+    def is_ready():
+        assert bench.shared.list(bench.link.keys.ready(0))
+
+    with pytest.raises(GivenUpError):
+        bench.ask(lambda: None, repaired, lambda: None, is_ready)
 
 
 def test_nobody_waits_after_the_end_of_the_run(bench):

@@ -22,6 +22,9 @@ class Hooks:
 
         return Preflight(passed=True)
 
+    def excluded(self, reason):
+        raise AssertionError(reason)
+
     def waiting(self, record):
         self.agent.waiting(record)
 

@@ -8,6 +8,8 @@ from support.agreement import Player, World, by_the_table, restart
 
 from gpuops.control.record import RunPhase
 from gpuops.control.store import ControlStoreError
+from gpuops.control.transitions import readmit
+from gpuops.errors import EXIT_NODE_UNHEALTHY
 from gpuops.incident.decision import OnExhausted, ReportKind, RestartPolicy
 
 
@@ -473,6 +475,18 @@ def test_an_excluded_node_gets_no_seat():
     world.run_until(lambda w: w.players[2].running == 1)
 
     assert world.players[1].running is None
+
+
+def test_a_node_that_was_excluded_and_readmitted_trains_again():
+    world = started(2, 3, 3, grow_after_s=1.0)
+    world.players[0].link.update_record(lambda now: replace(now, excluded={"n1": "it is sick"}))
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+    world.run_until(lambda w: w.players[1].exit_code == EXIT_NODE_UNHEALTHY)
+    world.players[0].link.update_record(lambda now: readmit(now, "n1"))
+    world.players.append(Player(world, 1))
+
+    world.run_until(lambda w: w.players[3].running is not None, limit_s=900.0)
+    assert len(world.running()) == 1
 
 
 def test_node_unit_leaves_the_odd_one_as_a_spare():

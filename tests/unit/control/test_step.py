@@ -100,3 +100,13 @@ def test_growing_is_remembered_with_its_time_and_waits_for_nothing():
 
     assert changed.grown_at_s == (100.0,)
     assert (changed.not_before_s, changed.decision) == (0.0, None)
+
+
+def test_a_readmitted_node_is_neither_left_out_nor_suspected():
+    now = replace(RECORD, excluded={"n9": "old", "n8": "x"}, suspected={"n9": "slow", "n7": "y"})
+    changed = transitions.readmit(now, "n9")
+
+    assert (changed.excluded, changed.suspected) == ({"n8": "x"}, {"n7": "y"})
+    assert changed.generation == now.generation
+    assert transitions.readmit(now, "n7") is None
+    assert transitions.readmit(replace(now, phase=RunPhase.STOP), "n9") is None

@@ -110,6 +110,7 @@ def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
         "first_rank": 0,
         "ranks": 2,
         "step": 57,
+        "steps_counted": None,
         "silent_seconds": 0.5,
     }
     assert body["notes"] == []

@@ -237,18 +237,27 @@ class MembershipView:
 
     def succession(self) -> list[str]:
         """Return all agents in the order in which they would lead."""
-        rest = self._agents.keys() - set(self._members)
-        return [*self._members, *sorted(rest, key=lambda agent: self._arrivals.get(agent, 0))]
+        return [*self._members, *self._others()]
+
+    def _others(self) -> list[str]:
+        """Return the agents that are not in the roster, as they came."""
+        others = self._agents.keys() - set(self._members)
+        return sorted(others, key=lambda agent: self._arrivals.get(agent, 0))
 
     def position(self, agent: str) -> int | None:
         """Return how many that lived at the last refresh would lead before *agent*.
 
-        None for one that is not known yet.
+        At most `N_WATCHING` are counted. None for an agent that is not known yet.
         """
-        succession, now_ns = self.succession(), self._refreshed_ns
-        if agent not in succession or now_ns is None:
+        now_ns, n_ahead = self._refreshed_ns, 0
+        if now_ns is None:
             return None
-        return len(self._liveness.not_dead(succession[: succession.index(agent)], now_ns))
+        for peers in (self._members, self._others()):
+            for peer in peers:
+                if peer == agent or n_ahead == N_WATCHING:
+                    return n_ahead
+                n_ahead += self._liveness.status_of(peer, now_ns) is not Liveness.DEAD
+        return None
 
     def current_leader(self, now_ns: int) -> str | None:
         """Return the leader: the first in the succession that is not dead.

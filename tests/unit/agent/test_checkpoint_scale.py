@@ -3,12 +3,14 @@
 import time
 
 import pytest
-from support.agreement import restart
+from support.agreement import CutBoard, restart
 
 from gpuops.agent.checkpoint.follower import CommitFollower, KeeperLocation
 from gpuops.agent.checkpoint.generation_plan import plan_generation
 from gpuops.agent.checkpoint.leader import CommitLeader, generation_plan_of
 from gpuops.agent.checkpoint.messages import FIELD, Inventory, StoredStates, held_states
+from gpuops.checkpoint.agreement.progress import KeeperProgress
+from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.checkpoint.types import Digest, Shard, ShardCopy, StateId, Tier
 from gpuops.control.client import ControlClient
@@ -44,6 +46,9 @@ class Client:
 
     def replicate(self, *_args, **_more):
         pass
+
+    def report_difference(self, *_args):
+        raise AssertionError
 
     def restore_from(self, state, epoch, sources, _why, *, roots):
         self.asked = (state, epoch, sources, roots)
@@ -133,13 +138,16 @@ class Fleet:
 
     def asked(self, roster, number):
         """Return what the keeper of one node is asked to load."""
-        me, client = roster.members[number], Client()
-        location = KeeperLocation(me=me, token="t" * 16, job="run")
-        follower = CommitFollower(
-            self.store, self.keys, location, lambda _d: StoredStates(), lambda _text: None
-        )
-        assert follower.begin(client, roster)
+        client = Client()
+        assert self.follower(roster.members[number], self.store).begin(client, roster)
         return client.asked
+
+    def follower(self, me, store):
+        """Return the part of the node of *me*."""
+        location = KeeperLocation(me=me, token="t" * 16, job="run")
+        return CommitFollower(
+            store, self.keys, location, lambda _d: StoredStates(), lambda _text: None
+        )
 
 
 def resumes_from_memory(n_nodes):
@@ -179,3 +187,26 @@ def test_a_smaller_world_learns_of_the_sources_of_every_shard():
     assert {shard.rank for shard in roots} == set(range(800))
     partner = fleet.placement.holders("gpu-node-00007")[1]
     assert {peer.name for peer in sources[Shard(7 * N_RANKS, 800)]} == {partner}
+
+
+def test_sources_that_cannot_be_read_when_a_generation_begins_are_read_later():
+    fleet = Fleet(20)
+    roster, _took_s = fleet.decide()
+    store, client = CutBoard(fleet.store), Client()
+    follower = fleet.follower(roster.members[3], store)
+    status = KeeperStatus(progress=KeeperProgress(), n_ranks=N_RANKS)
+
+    store.is_cut = True
+    assert follower.begin(client, roster)
+    follower.update(client, status)
+    follower.fetch()
+    follower.update(client, status)
+    assert client.asked is None
+    assert follower.is_waiting
+
+    store.is_cut = False
+    follower.fetch()
+    follower.update(client, status)
+    state, _epoch, sources, _roots = client.asked
+    assert state == STATES[-1]
+    assert {shard.rank for shard in sources} == set(range(24, 32))

@@ -427,6 +427,21 @@ def test_workers_that_have_ended_are_not_reported_as_anothers_hang(tmp_path):
     assert node.look() is None
 
 
+@pytest.mark.parametrize(
+    ("reader", "timeout_s", "busy_s"),
+    [(moving, None, EVIDENCE_S), (stuck, None, 0.0), (moving, 10.0, 0.0)],
+    ids=["works", "stands still", "asked for"],
+)
+def test_while_samples_show_work_the_other_nodes_are_told_to_wait_for_the_rest(
+    tmp_path, reader, timeout_s, busy_s
+):
+    node = Node(tmp_path, reader(), timeout_s=timeout_s).steps(20)
+    node.silence(56 if timeout_s is None else 11)
+    node.gathered()
+
+    assert node.sentry.busy_for_s() == busy_s
+
+
 def test_what_the_user_asked_for_is_held_against_everyone(tmp_path):
     node = Node(tmp_path, moving()).steps(8)
     node.silence(11)

@@ -155,9 +155,14 @@ class HangMonitor(Monitor):
     def busy_for_s(self) -> float:
         """Return for how long ranks of other nodes may have to wait for ours, beyond a step.
 
-        The other agents pass it to `others_are_busy_for`.
+        The other agents pass it to `others_are_busy_for`. Also while the samples of a possible hang
+        show work so far: others, whose ranks only wait, might conclude sooner. From any thread.
         """
-        return self._judge.busy_for_s(self._clock.mono_ns())
+        open_hang, busy_s = self._open_hang, self._judge.busy_for_s(self._clock.mono_ns())
+        if open_hang is None or not (open_hang.hang is None or self._is_ours(open_hang.hang)):
+            return busy_s
+        at_work = any(each.is_moving for each in _diagnoses(open_hang.collector).values())
+        return max(busy_s, EVIDENCE_S) if at_work else busy_s
 
     def others_are_busy_for(self, seconds: float) -> None:
         """Accept silence here for *seconds*: another node's agent reported that its ranks work."""

@@ -118,6 +118,24 @@ def test_a_healthy_job_that_takes_long_after_a_restart_is_not_called_hung(tmp_pa
     assert not [i for i in run.incidents() if i["failure_class"].startswith("hang.")]
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("deed", "failure_class"), [("asleep", "hang.no_progress"), ("interpreter", "hang.gil_held")]
+)
+def test_a_hang_is_found_by_a_learned_limit_in_little_more_than_its_minute(
+    tmp_path, deed, failure_class
+):
+    """The patience with who is at work does not put off who is not."""
+    with FaultyRun(tmp_path, (), (deed, "--rank", 1, "--at", 12, "--generation", 0)) as run:
+        run.start()
+        assert run.ended(limit_s=200) == 0, run.said()
+
+    incident = run.incident(failure_class)
+    assert ("rank", "1") in culprits(incident)
+    # The limit of 60 s, samples until 2 s after it; and a busy machine.
+    assert 60 <= incident["lost_seconds_by_phase"]["detect"] < 80
+
+
 DETECTORS = """
 import os, time
 from pathlib import Path

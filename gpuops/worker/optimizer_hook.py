@@ -175,35 +175,82 @@ MODULE = "torch.optim.optimizer"
 Hook = Callable[[Any, object, object], None]
 
 
-def install(hook: Hook) -> None:
-    """Have *hook* called after each optimizer step of this process, once torch is imported."""
+def install(hook: Hook, on_hidden: Callable[[], None] = lambda: None) -> None:
+    """Have *hook* called after each optimizer step of this process, once torch is imported.
+
+    *on_hidden* is called when a step is compiled so that the hook cannot be called from it.
+    """
     loaded = sys.modules.get(MODULE)
     if loaded is not None:
-        _register(loaded, hook)
+        _register(loaded, hook, on_hidden)
     else:
-        sys.meta_path.insert(0, _Waiter(hook))
+        sys.meta_path.insert(0, _Waiter(hook, on_hidden))
 
 
-def _register(module: ModuleType, hook: Hook) -> None:
-    def guarded(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
-        # torch.compile traces all calls of a compiled step: it must find nothing to trace here.
-        if is_compiling():
-            return
-        hook(optimizer, args, kwargs)
-
-    def is_compiling() -> bool:
-        compiler = sys.modules.get("torch.compiler")  # imported after torch.optim
-        return compiler is not None and compiler.is_compiling()
-
+def _register(module: ModuleType, hook: Hook, on_hidden: Callable[[], None]) -> None:
     try:
-        module.register_optimizer_step_post_hook(guarded)
+        module.register_optimizer_step_post_hook(_for_compiled_too(hook, on_hidden))
     except Exception:  # noqa: BLE001 boundary: a torch without this hook trains without heartbeats
         return
 
 
+def _for_compiled_too(hook: Hook, on_hidden: Callable[[], None]) -> Hook:
+    outside: list[Hook] = []  # the hook for compiled steps, once one may call it
+    was_hidden = False
+
+    def guarded(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
+        if not _is_compiling():
+            hook(optimizer, args, kwargs)
+            return
+        # torch.compile traces these lines, not the hook. The call breaks the graph, as torch's own
+        # `step` does before and after its computation. ``comptime`` calls while it traces.
+        tracing = sys.modules.get("torch._dynamo.comptime")
+        if tracing is None:
+            return
+        tracing.comptime(when_compiled)
+        for call in outside:
+            call(optimizer, args, kwargs)
+
+    def when_compiled(context: object) -> None:
+        nonlocal was_hidden
+        try:
+            if _forbids_breaks(context):
+                outside.clear()
+                if not was_hidden:
+                    on_hidden()
+                was_hidden = True
+            elif not outside:
+                outside.append(sys.modules["torch._dynamo"].disable(hook))
+        except Exception:  # noqa: BLE001 boundary: a compiled step without heartbeats still trains
+            return
+
+    return guarded
+
+
+def _is_compiling() -> bool:
+    compiler = sys.modules.get("torch.compiler")  # imported after torch.optim
+    return compiler is not None and compiler.is_compiling()
+
+
+def _forbids_breaks(context: object) -> bool:
+    """Return whether a graph break is an error (``fullgraph=True``) in what is being traced.
+
+    *context* is a ``torch._dynamo.comptime.ComptimeContext``. Where this torch does not say, it is.
+    """
+    tracer: Any = getattr(context, "_ComptimeContext__tx", None)
+    if not hasattr(tracer, "one_graph"):
+        return True
+    while tracer is not None:
+        if tracer.one_graph or getattr(tracer, "error_on_graph_break", False):
+            return True
+        tracer = getattr(tracer, "parent", None)
+    return False
+
+
 class _Waiter(MetaPathFinder):
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, on_hidden: Callable[[], None]) -> None:
         self._hook = hook
+        self._on_hidden = on_hidden
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -218,7 +265,7 @@ class _Waiter(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _register(module, self._hook)
+            _register(module, self._hook, self._on_hidden)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -153,8 +153,16 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     preemption.heart = heart = Heartbeat(view, handlers=preemption.ours)
     api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)
-    install(heart)
+    install(heart, say_hidden if header.rank == 0 else lambda: None)
     preemption.install()
+
+
+def say_hidden() -> None:
+    """Say what a step that is compiled as one graph keeps from the agent."""
+    sys.stderr.write(
+        "gpuops: optimizer.step is compiled with fullgraph=True: its steps are not seen and hangs "
+        "are not detected; call gpuops.progress(step) after each step\n"
+    )
 
 
 def note(error: Exception, env: Mapping[str, str]) -> None:

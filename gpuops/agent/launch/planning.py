@@ -19,6 +19,7 @@ from gpuops.agent.launch.options import (
     read_option,
 )
 from gpuops.agent.launch.plan import CheckpointPlan, EndpointKind, LaunchPlan
+from gpuops.agent.launch.preconditions import why_unseen
 from gpuops.agent.launch.restart_policy import node_count, read, restart_policy
 from gpuops.agent.launch.slurm import SlurmStep, refuse_batch_script, step_of
 from gpuops.checkpoint.storage.address import AddressError, check_address
@@ -70,7 +71,10 @@ def request_of(
         print_timeouts=found.print_timeouts,
         as_json=found.as_json,
         given={name: item.shown for name, item in options.items() if item.is_set},
-        warnings=(*typed.warnings, *_warnings(plan, timing)),
+        warnings=(
+            *typed.warnings,
+            *_warnings(plan, timing, None if settings.disabled else why_unseen(found)),
+        ),
     )
 
 
@@ -190,8 +194,8 @@ def _fill(
             found.rdzv_id = str(uuid.uuid4())  # as under torchrun --standalone
 
 
-def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts) -> tuple[str, ...]:
-    lines = []
+def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts, unseen: str | None) -> tuple[str, ...]:
+    lines = [] if unseen is None else [unseen]
     if timing.ignored:
         lines.append(f"--rdzv-conf: {', '.join(timing.ignored)} means nothing here and is left out")
     if plan.endpoint.is_insecure:

@@ -90,6 +90,34 @@ def refuse_foreign_proc(container: ContainerFacts) -> None:
         )
 
 
+_SHIM = "gpuops.worker.shim"
+_WRAPPER_BYTES_MAX = 1 << 16
+
+
+def why_unseen(found: argparse.Namespace) -> str | None:
+    """Return what gpuops does not see of a program that is not started by Python, and the remedy.
+
+    None where that program, or the wrapper script that it is, starts Python with the shim.
+    """
+    if not found.no_python:
+        return None
+    script = found.training_script
+    words = [script, *found.training_script_args]
+    place = shutil.which(script)
+    try:
+        with open(place or script, "rb") as file:  # noqa: PTH123 a name on PATH
+            words.append(os.fsdecode(file.read(_WRAPPER_BYTES_MAX)))
+    except OSError:
+        pass
+    if any(_SHIM in word for word in words):
+        return None
+    return (
+        f"{script} runs as it is (--no-python): its steps are not seen, hangs are not detected, "
+        "and exceptions and stacks are not recorded; for that, write in it "
+        f"`python -m {_SHIM} SCRIPT …` (or `-m {_SHIM} -m MODULE …`) in place of `python SCRIPT …`"
+    )
+
+
 AGENT_PID = "GPUOPS_AGENT_PID"  # in the environment of every worker
 
 

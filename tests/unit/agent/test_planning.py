@@ -220,6 +220,20 @@ def test_agents_on_several_nodes_have_a_given_token_or_that_of_their_user(script
     assert requested(script).plan.endpoint.own_token is None
 
 
+def test_what_is_not_seen_behind_a_shell_wrapper_is_said_in_one_line(tmp_path):
+    wrapper = tmp_path / "run.sh"
+    wrapper.write_text("#!/bin/sh\nexec python train.py\n")
+    wrapper.chmod(0o755)
+
+    (line,) = requested("--no-python", str(wrapper)).warnings
+    assert "hangs are not detected" in line
+    assert "`python -m gpuops.worker.shim SCRIPT …`" in line
+    assert requested("--no-python", str(wrapper), env={"GPUOPS_DISABLE": "1"}).warnings == ()
+    wrapper.write_text("#!/bin/sh\nexec python -m gpuops.worker.shim train.py\n")
+    assert requested("--no-python", str(wrapper)).warnings == ()
+    assert requested("--no-python", "env", "python", "-m", "gpuops.worker.shim").warnings == ()
+
+
 def test_insecure_is_said_once_and_keeps_states_at_home(script):
     request = requested("--nnodes=2", "--insecure", *C10D, script)
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.runs import wait_until
@@ -28,11 +29,11 @@ def wait_for(condition):
 class Worker:
     """A script under the shim, with a ring as its agent would read it."""
 
-    def __init__(self, tmp_path, body, **env):
+    def __init__(self, tmp_path, body, command=(sys.executable, SHIM, "job.py"), **env):
         (tmp_path / "job.py").write_text(WAIT + body)
         self.reader = RingReader(tmp_path / "ring")
         self.process = subprocess.Popen(
-            [sys.executable, SHIM, "job.py"],
+            command,
             cwd=tmp_path,
             env={
                 "PATH": "/usr/bin:/bin",
@@ -186,6 +187,20 @@ threads = [threading.Thread(target=work, args=(1000 * k,)) for k in (1, 2, 3)]
     assert [b.seq for b in beats] == list(range(1, 603))
     assert len({b.step for b in beats}) == 601
     assert 99 not in {b.step for b in beats}
+
+
+def test_a_script_in_a_shell_wrapper_beats_if_it_is_started_with_the_shim(tmp_path):
+    root = str(Path(SHIM).parents[2])
+    inner = f"PYTHONPATH={root} {sys.executable} -m gpuops.worker.shim job.py; exit $?"
+    command = (sys.executable, SHIM, "--exec", "/bin/sh", "-c", inner)
+    with Worker(tmp_path, "gpuops.progress(7)\nsys.exit(3)\n", command) as worker:
+        assert worker.end() == (3, "")
+        beats = worker.reader.poll()
+
+    assert [(b.step, b.phase) for b in beats] == [
+        (7, WorkerPhase.STEPPING),
+        (7, WorkerPhase.RAISED),
+    ]
 
 
 STOPPING = """

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import weakref
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +18,7 @@ from gpuops.wire.ring import (
     write_header,
 )
 from gpuops.worker.heartbeat import Heartbeat, create_ring
-from gpuops.worker.optimizer_hook import PATIENCE, PATIENCE_MAX, StepReader
+from gpuops.worker.optimizer_hook import PATIENCE, PATIENCE_MAX, StepReader, _register
 
 
 class Scalar:
@@ -345,3 +346,38 @@ def test_a_ring_has_all_its_memory_before_the_first_beat(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         create_ring(tmp_path / "rank0", RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_steps_beat_unless_a_graph_break_is_an_error():
+    import torch
+    from torch.optim import optimizer as module
+
+    class Plain(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+    handles, hidden = [], []
+    stand_in = ModuleType("optimizer")
+    stand_in.register_optimizer_step_post_hook = lambda hook: handles.append(
+        module.register_optimizer_step_post_hook(hook)
+    )
+    beat, ring = heart()
+    _register(stand_in, beat, lambda: hidden.append(1))
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    adamw, plain = torch.optim.AdamW([weight]), Plain([weight], {"lr": 0.1})
+    try:
+        for optimizer, is_full in ((adamw, False), (plain, True)):
+            step = torch.compile(optimizer.step, backend="eager", fullgraph=is_full)
+            for _ in range(2):
+                step()
+    finally:
+        handles[0].remove()
+
+    assert [b.step for b in read_beats(ring)] == [1, 2]
+    assert hidden == [1]

@@ -35,6 +35,7 @@ from gpuops.control.store import (
     Entry,
 )
 from gpuops.control.tcp import wire
+from gpuops.control.tcp.client_connection import OpenedSocket
 from gpuops.control.tcp.process import start_server
 from gpuops.control.tcp.server import ControlStoreServer
 from gpuops.control.tcp.server_connection import ServerLimits, ServerState
@@ -584,6 +585,15 @@ def test_an_outage_of_the_connection_counts_until_the_next_heartbeat():
         assert board.disconnected_s() > before_s
         beat(board)
         assert board.disconnected_s() == 0
+
+
+def test_a_connection_that_was_closed_while_its_process_stood_still_was_closed_since_then():
+    opened, (ours, theirs) = OpenedSocket(), socket.socketpair()
+    with ours, theirs:
+        opened.replace(ours, 10.0)
+        assert opened.closed_s(11.0) == 0
+        theirs.close()
+        assert opened.closed_s(20.0) == 9
 
 
 def test_a_connection_that_gave_no_answer_is_not_closed_before_there_is_another(monkeypatch):

@@ -137,6 +137,7 @@ class Player:
         self.fails = None  # a report to make of the generation that runs
         self.blames = False  # with evidence against its node
         self.is_sick = False  # it fails its check before it joins
+        self.closed_ns = None  # since when it has no connection
         self.ends_in_s = 0.0  # what its workers take to end when they are asked to
         self.drains = False
         self.unsaid = None  # a trigger, if any, and a report that are not on the board yet
@@ -163,17 +164,30 @@ class Player:
         self.running = self.ending = None
 
     def is_killed(self):
-        """Die as a process does: the board removes the heartbeat of its closed connection."""
+        """Die as a process does, whose connection is closed."""
         self.is_dead, self.running = True, None
-        at_ns = self.world.clock.mono_ns() + round(CLOSED_DEAD_S * 1e9)
-        self.world.removals.append((at_ns, self.link.keys.heartbeat(self.me.agent)))
+        self._is_closed()
+
+    def is_closed(self):
+        """Lose the connection as both sides see it, and find no way to another."""
+        self.store.is_cut = True
+        self.closed_ns = self._is_closed()
+
+    def _is_closed(self):
+        now_ns, key = self.world.clock.mono_ns(), self.link.keys.heartbeat(self.me.agent)
+        at_ns, version = now_ns + round(CLOSED_DEAD_S * 1e9), self.world.store.get(key).version
+        self.world.removals.append((at_ns, key, version))
+        return now_ns
 
     def act(self):
         """Take one turn of the control thread, one of the fence, one of the main thread."""
         if self.is_dead or self.is_frozen or self.exit_code is not None:
             return
+        if self.closed_ns is not None:
+            self.store.closed_s = (self.world.clock.mono_ns() - self.closed_ns) / 1e9
         with suppress(ControlStoreError):
             self.threads.run_once(hold_s=0.0)
+            self.closed_ns, self.store.closed_s = None, 0.0
         self.threads.check_fence()
         self.threads.check_overdue_workers()
         if self.is_stuck:
@@ -358,8 +372,8 @@ class World:
     def run_once(self, seconds=0.25):
         """Let everybody act once, *seconds* later."""
         self.clock.advance(seconds)
-        for at_ns, key in self.removals:
-            if at_ns <= self.clock.mono_ns():
+        for at_ns, key, version in self.removals:
+            if at_ns <= self.clock.mono_ns() and self.store.get(key).version == version:
                 self.store.delete(key)
         self.removals = [each for each in self.removals if each[0] > self.clock.mono_ns()]
         for player in list(self.players):

@@ -72,7 +72,7 @@ class ControlConnection:
         self._lock = FairLock()
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
-        self._opened = _OpenedSocket()
+        self._opened = OpenedSocket()
         self._buffer = bytearray()
         self._number = 0
         self._out = self._in = ProofChannel(b"")
@@ -229,7 +229,7 @@ class ControlConnection:
         )
 
 
-class _OpenedSocket:
+class OpenedSocket:
     """The newest connection that the server has accepted, and whether the server's side is closed.
 
     It is asked by the thread that watches over the workers, whatever the others wait for.
@@ -238,6 +238,7 @@ class _OpenedSocket:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._seen_open_s = 0.0
         self._closed_since_s: float | None = None
         self._outage_s = 0.0  # that has ended since the last request
 
@@ -249,7 +250,8 @@ class _OpenedSocket:
         """Take *connection*, which the server has just accepted, in place of the one before."""
         with self._lock:
             self._outage_s = max(self._outage_s, self._closed_s(now_s))
-            previous, self._socket, self._closed_since_s = self._socket, connection, None
+            previous, self._socket = self._socket, connection
+            self._seen_open_s, self._closed_since_s = now_s, None
             if previous is not None:
                 previous.close()
 
@@ -271,9 +273,15 @@ class _OpenedSocket:
             self._socket, self._closed_since_s = None, None
 
     def _closed_s(self, now_s: float) -> float:
-        if self._closed_since_s is None and self._socket is not None and _is_hung_up(self._socket):
-            self._closed_since_s = now_s
-        return 0.0 if self._closed_since_s is None else now_s - self._closed_since_s
+        if self._socket is None:
+            return 0.0
+        if self._closed_since_s is None:
+            if not _is_hung_up(self._socket):
+                self._seen_open_s = now_s
+                return 0.0
+            # It may have been closed while this process was frozen.
+            self._closed_since_s = self._seen_open_s
+        return now_s - self._closed_since_s
 
 
 def _is_hung_up(connection: socket.socket) -> bool:

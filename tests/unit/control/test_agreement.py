@@ -313,6 +313,17 @@ def test_a_killed_agent_is_missed_within_seconds_and_a_frozen_one_after_its_sile
     assert 14 < world.run_until(lambda w: w.players[0].running == 2) < 19
 
 
+def test_one_whose_connection_is_closed_ends_its_workers_before_the_others_go_on():
+    world = started(1, 3, 3)
+    one_generation_only(world)
+    world.players[2].is_closed()
+
+    world.run_until(lambda w: w.players[2].running is None, limit_s=2)
+    assert world.run_until(lambda w: w.players[0].running == 1) <= 3
+    world.players[2].store.is_cut = False
+    world.run_until(lambda w: not w.players[2].link.is_fenced, limit_s=1)
+
+
 def test_a_job_of_fixed_size_waits_for_a_killed_agent_that_is_started_again():
     world = started(3, 3, 3, decide=by_the_table)
     world.players[1].is_killed()

@@ -119,6 +119,16 @@ class Storm:
         victim.is_dead = True
         victim.stop()
 
+    def kill(self, victim):
+        victim.stop()
+        victim.is_killed()
+
+    def close(self, victim):
+        victim.is_closed()
+
+    def fall_sick(self, victim):
+        victim.is_sick = self.rng.random() < 0.5
+
     def end_slowly(self, victim):
         victim.ends_in_s = self.rng.choice([3.0, 8.0, 15.0])
 
@@ -160,6 +170,9 @@ DEEDS = (
     Storm.freeze,
     Storm.hang,
     Storm.cut,
+    Storm.close,
+    Storm.kill,
+    Storm.fall_sick,
     Storm.die,
     Storm.end_slowly,
     Storm.join,

@@ -560,7 +560,7 @@ def test_a_client_that_comes_back_in_time_keeps_its_heartbeat(comes_back):
     async def close():
         state = ServerState(run_key=RUN_KEY, token=TOKEN, limits=ServerLimits(closed_dead_s=0.0))
         state.kv_map.put("alive/agent", b"1")
-        state.await_return((b"client", 1), "alive/agent")
+        state.on_closed(b"client", "alive/agent", has_ended=True)
         if comes_back == "it is connected":
             state.clients[b"client", 1] = None
         elif comes_back:
@@ -570,6 +570,24 @@ def test_a_client_that_comes_back_in_time_keeps_its_heartbeat(comes_back):
         return state.kv_map.get("alive/agent").version > 0
 
     assert asyncio.run(close()) == bool(comes_back)
+
+
+@pytest.mark.parametrize("end", ["reset", "closed"])
+def test_a_process_that_had_not_read_all_is_known_by_its_other_connection(end):
+    """Its kernel resets such a connection; a reset alone may come from anywhere."""
+
+    async def close():
+        state = ServerState(run_key=RUN_KEY, token=TOKEN, limits=ServerLimits(closed_dead_s=0.0))
+        state.kv_map.put("alive/agent", b"1")
+        state.clients[b"client", 0] = None
+        state.on_closed(b"client", "alive/agent", has_ended=False)
+        del state.clients[b"client", 0]
+        state.on_closed(b"client", "", has_ended=end == "closed")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return state.kv_map.get("alive/agent").version > 0
+
+    assert asyncio.run(close()) == (end == "reset")
 
 
 def test_an_outage_of_the_connection_counts_until_the_next_heartbeat():
@@ -599,7 +617,7 @@ def test_a_connection_that_was_closed_while_its_process_stood_still_was_closed_s
 def test_a_connection_that_gave_no_answer_is_not_closed_before_there_is_another(monkeypatch):
     """To the server, only a process that has ended closes its connection."""
     closed = []
-    monkeypatch.setattr(ServerState, "await_return", lambda *it: closed.append(it))
+    monkeypatch.setattr(ServerState, "on_closed", lambda *_, has_ended: closed.append(has_ended))
     with few_places() as (port, _state, _), Proxy(port) as proxy:
         with contextlib.closing(tcp_board(proxy.port, deadline_s=0.2)) as board:
             beat(board)

@@ -88,6 +88,8 @@ class ServerState:
     admission: ConnectionAdmission["ControlServerConnection"] = field(init=False)
     clients: dict[tuple[bytes, int], HeartbeatWaiter] = field(init=False, default_factory=dict)
     waiting: dict[str, set[HeartbeatWaiter]] = field(init=False, default_factory=dict)
+    # Clients that have lost one of their connections: if one had come to its end; the heartbeat.
+    closed: dict[bytes, tuple[bool, str]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.key = signing.token_key(self.token)
@@ -117,16 +119,30 @@ class ServerState:
         for connection in tuple(connections):
             connection.wake(entry, packed)
 
-    def await_return(self, client: tuple[bytes, int], heartbeat_key: str) -> None:
-        """Remove the heartbeat of *client*, whose connection was closed, unless it comes back.
+    def on_closed(self, client: bytes, heartbeat_key: str, *, has_ended: bool) -> None:
+        """Take in that a connection of *client* was closed; *has_ended*: by the client.
 
-        A process that ends closes its connections; one that is frozen or cut off does not.
+        A process that ends closes all of its connections; one that is frozen or cut off closes
+        none. Where it had not read all, its kernel resets that one; a reset alone proves nothing,
+        because something between the two may send it.
         """
+        ended_before, key_before = self.closed.pop(client, (False, ""))
+        has_ended, heartbeat_key = has_ended or ended_before, heartbeat_key or key_before
+        if self._is_connected(client):
+            self.closed[client] = has_ended, heartbeat_key
+        elif has_ended:
+            self._await_return(client, heartbeat_key)
+
+    def _is_connected(self, client: bytes) -> bool:
+        return any((client, lane) in self.clients for lane in wire.LANES)
+
+    def _await_return(self, client: bytes, heartbeat_key: str) -> None:
+        """Remove the heartbeat of *client*, unless it comes back."""
         version = self.kv_map.get(heartbeat_key).version
 
         def remove() -> None:
             is_unchanged = self.kv_map.get(heartbeat_key).version == version
-            if client not in self.clients and is_unchanged:
+            if is_unchanged and not self._is_connected(client):
                 self.kv_map.delete(heartbeat_key)
 
         if version:
@@ -217,8 +233,7 @@ class ControlServerConnection(asyncio.Protocol):
             client_key = (hello.client, hello.lane)
             if self._state.clients.get(client_key) is self:
                 del self._state.clients[client_key]
-                if self._has_ended and self.heartbeat_key:
-                    self._state.await_return(client_key, self.heartbeat_key)
+                self._state.on_closed(hello.client, self.heartbeat_key, has_ended=self._has_ended)
 
     def pause_writing(self) -> None:
         # What it does not read piles up here, so nothing more of it is answered until it does.
@@ -286,6 +301,7 @@ class ControlServerConnection(asyncio.Protocol):
         client_key = (self._hello.client, self._hello.lane)
         previous = self._state.clients.get(client_key)
         self._state.clients[client_key] = self
+        self._state.closed.pop(self._hello.client, None)
         if previous is not None:
             # The client gave that line up. What it still holds must not be done after what the
             # client says on this one.

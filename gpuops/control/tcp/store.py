@@ -60,7 +60,7 @@ class TcpControlStore:
 
             return ControlConnection(self._address, hello, key, self._on_open)
 
-        self._calls, self._heartbeats = line(0), line(1)
+        self._calls, self._heartbeats = map(line, wire.LANES)
 
     @property
     def instance(self) -> str:

@@ -16,6 +16,7 @@ from gpuops.host.net.job_proof import NONCE_BYTES, TAG_BYTES
 
 MAGIC = b"gpuopsb1"
 ID_BYTES = 16
+LANES = 0, 1  # the connections of a client: of its calls, of its heartbeats
 DIGEST_BYTES = 32
 # One value, two keys and the numbers with them.
 MESSAGE_BYTES_MAX = VALUE_BYTES_MAX + 2 * KEY_CHARS_MAX + 256

@@ -35,6 +35,10 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[torch,postgres,report,dev]' hatchling
 	@touch $@
 
+$(VENV)/.installed-soak: $(VENV)/.installed-test
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[torch,frameworks]'
+	@touch $@
+
 demo: $(VENV)/.installed-demo
 	@$(BIN)/gpuops demo --dir .demo
 
@@ -64,7 +68,7 @@ mutation: $(VENV)/.installed-test
 interface: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m support.public_interface tests/fixtures/public_interface.json
 
-soak: services $(VENV)/.installed-test
+soak: services $(VENV)/.installed-soak
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(PYTEST_ARGS)
 	GPUOPS_TEST_DRAWS=many $(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'hypothesis and not soak' --timeout 3600 $(PYTEST_ARGS)
 

@@ -1,11 +1,18 @@
 """Rows of docs/frameworks.md: real trainings of each kind, whose rank 1 is killed once."""
 
+import os
+from pathlib import Path
+
 import pytest
+import torch
 from support.runs import JOBS, Run
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 DIES = 4
 SOAK = pytest.mark.soak
+PYTHONPATH = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 def recovered(run, world, start=DIES):
@@ -45,14 +52,83 @@ def test_torchs_own_ways_to_train(tmp_path, kind, world):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [
-        ("accelerate", "accelerate"),
-        ("titan", "torchtitan.components.optimizer"),
-        ("torchft", "torchft.optim"),
-    ],
+    [("titan", "torchtitan.components.optimizer"), ("torchft", "torchft.optim")],
 )
 def test_optimizers_that_frameworks_wrap(tmp_path, kind, module):
     pytest.importorskip(module, reason=f"{module} is not installed")
     env = {"JOB_DIR": str(tmp_path)}
     with Run(tmp_path / "run", JOBS / "frameworks.py", kind, env=env) as run:
         recovered(run, 2)
+
+
+def test_accelerate_launch(tmp_path):
+    """Its script is the one that frameworks.py is without a launcher."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\n"
+    )
+    words = ["accelerate", "launch", "--config_file", config, JOBS / "frameworks.py", "accelerate"]
+    env = {"JOB_DIR": str(tmp_path)}
+    with Run(tmp_path / "run", *words, env=env, nproc=None) as run:
+        recovered(run, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_launcher_and_engine(tmp_path, stage):
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    words = ["deepspeed", "--num_gpus=2", "--no_local_rank", JOBS / "frameworks.py", "deepspeed"]
+    env = {"JOB_DIR": str(tmp_path), "ZERO_STAGE": str(stage), "DS_ACCELERATOR": "cpu"}
+    with Run(tmp_path / "run", *words, env=env, nproc=None) as run:
+        recovered(run, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("huggingface", ["transformers"]),
+        ("lightning", ["lightning", "torchdata"]),
+        ("trl", ["trl", "datasets"]),
+    ],
+)
+def test_trainers_with_our_callbacks(tmp_path, kind, modules):
+    for module in modules:
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    env = {"JOB_DIR": str(tmp_path), "PYTHONPATH": PYTHONPATH}
+    with Run(tmp_path / "run", JOBS / "trainers.py", kind, env=env) as run:
+        recovered(run, 2)
+
+    assert {p["step"] for p in run.payloads("checkpoint.restored")} == {DIES}
+
+
+@pytest.mark.soak
+def test_litgpts_own_training_on_one_device(tmp_path):
+    """More devices are Lightning's FSDP, which wants GPUs."""
+    pytest.importorskip("litgpt", reason="litgpt is not installed")
+    sizes = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    sizes |= {"vocab_size": 64, "padded_vocab_size": 64}
+    train = {"global_batch_size": 2, "micro_batch_size": 2, "max_tokens": 128, "max_seq_length": 8}
+    train |= {"save_interval": 2, "lr_warmup_steps": 1}
+    words = [
+        *("litgpt", "pretrain", "pythia-14m", "--devices=1", "--precision=32-true"),
+        *("--data=support.litgpt_tokens.Tokens", "--resume=auto", "--logger_name=csv"),
+        *("--model_config.name=tiny", "--eval.interval=1000", "--eval.max_iters=1"),
+        *("--eval.final_validation=false", *(f"--train.{k}={v}" for k, v in train.items())),
+        *(f"--model_config.{name}={size}" for name, size in sizes.items()),
+    ]
+    env = {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": PYTHONPATH}
+    weights = []
+    for name, more in (("disturbed", {"DISTURBED": "1"}), ("whole", {})):
+        out = tmp_path / name
+        with Run(
+            tmp_path / f"run-{name}", *words, f"--out_dir={out}", env=env | more, nproc=None
+        ) as r:
+            assert r.finish(240) == 0, r.said()
+            assert len(r.incidents()) == len(more)
+        weights.append(torch.load(out / "final" / "lit_model.pth", weights_only=False)["model"])
+
+    one, other = weights
+    assert all(torch.equal(one[name], other[name]) for name in other)

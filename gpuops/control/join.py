@@ -67,7 +67,6 @@ def join(
     else:
         _reject_second_agent(store, record, own_member, wait)
     keys = ControlKeys(run_id=record.run_id)
-    store.put(keys.agent(own_member.agent), pack(own_member.to_json()))
     reply = store.heartbeat(
         keys.heartbeat(own_member.agent),
         pack({"seq": 0}),
@@ -75,6 +74,8 @@ def join(
         seen_version=entry.version,
         hold_s=0.0,
     )
+    # After the heartbeat: an agent without one is dead.
+    store.put(keys.agent(own_member.agent), pack(own_member.to_json()))
     view = RecordView(record, entry.version, reply.store_s, clock.mono_ns())
     if reply.watched is None:
         return view
@@ -191,11 +192,13 @@ def _reject_second_agent(
             continue
         if other.node == own_member.node and other.agent != own_member.agent:
             duplicates.append(other.agent)
-    if not duplicates:
+    beats = {agent: store.get(keys.heartbeat(agent)).version for agent in duplicates}
+    # The store removes the heartbeat of a killed agent: there is nobody to wait for.
+    versions = {agent: version for agent, version in beats.items() if version}
+    if not versions:
         return
-    versions = {agent: store.get(keys.heartbeat(agent)).version for agent in duplicates}
     wait(LIVENESS_CHECK_S)
-    if any(store.get(keys.heartbeat(agent)).version > versions[agent] for agent in duplicates):
+    if any(store.get(keys.heartbeat(agent)).version > old for agent, old in versions.items()):
         raise UsageError(
             f"an agent of this run is on node {own_member.node} already: one agent for each node "
             "(`srun --ntasks-per-node=1`), with --nproc-per-node for its workers; where several "

@@ -170,6 +170,33 @@ def test_a_server_ends_at_the_word_of_the_last_agent_even_if_another_speaks_late
     assert board.get(RUN_OVER_KEY).value == b"1"
 
 
+def test_a_killed_agent_of_the_same_node_whose_heartbeat_is_gone_is_not_waited_for(board):
+    view = come(board, agent(1), record(1))
+    board.delete(ControlKeys(run_id=view.record.run_id).heartbeat(uid(1)))
+
+    again = replace(agent(2), node=agent(1).node)
+    assert come(board, again, record(2), never).record.run_id == uid(1)
+
+
+def test_an_agent_that_is_known_has_a_heartbeat(board):
+    """Two that start on one node at the same moment: the second one sees that the first lives."""
+    seen = []
+
+    class Watched:
+        get, list, delete = board.get, board.list, board.delete
+        compare_and_set, heartbeat = board.compare_and_set, board.heartbeat
+
+        def put(self, key, value):
+            seen.append((key, board.list(key.replace("/agent/", "/alive/"))))
+            board.put(key, value)
+
+    come(Watched(), agent(1), record(1))
+
+    ((key, alive),) = seen
+    assert key.endswith(f"/agent/{uid(1)}")
+    assert alive
+
+
 def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):
     view = come(board, agent(1), record(1))
 

@@ -62,6 +62,12 @@ def named(step: int) -> None:
         _disable()
 
 
+def restored(step: int) -> None:
+    """Record that a `gpuops.Checkpointer` has loaded *step*."""
+    if _heart is not None:
+        _heart.restored(min(step, _STEP_MAX))
+
+
 def phase(name: str) -> "PhaseScope":
     """Report that something other than steps begins: evaluation, saving, loading, anything long.
 

@@ -25,7 +25,7 @@ from gpuops.checkpoint.storage.inspection import AUTO
 from gpuops.checkpoint.types import STEP_MAX, CheckpointError, KeeperError
 from gpuops.config.resolve import environ
 from gpuops.plan.failure_rate import FailureRate
-from gpuops.worker.api import named, phase
+from gpuops.worker.api import named, phase, restored
 from gpuops.worker.assemble import StateAssembler
 from gpuops.worker.final_save import LastStepTracker, save_at_exit, save_final
 from gpuops.worker.keeper_finder import (
@@ -183,6 +183,7 @@ class Checkpointer:
             self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
             if self._saver is not None:
                 self._saver.prepare(self._restored.step)
+            restored(self._restored.step)
             return self._restored.step
 
     def step(self, n: int) -> None:

@@ -90,6 +90,7 @@ class Heartbeat:
         self._reported: int | None = None
         self._named: int | None = None  # by a Checkpointer, where the optimizers report another one
         self._named_at = 0
+        self._restored: int | None = None  # until a step follows
         self._phase = (WorkerPhase.STARTING, "")
         self._on = True
 
@@ -114,8 +115,13 @@ class Heartbeat:
         with self._lock:
             if self._reported is not None or (self._named is None and self._highest == step):
                 return
-            self._named, self._named_at = step, self._calls
+            self._named, self._named_at, self._restored = step, self._calls, None
             self._beat(step, StepSource.REPORTED)
+
+    def restored(self, step: int) -> None:
+        """Record that the script goes on from *step* of a Checkpointer; this is no beat."""
+        with self._lock:
+            self._restored = step
 
     def enter(self, phase: WorkerPhase, name: str = "") -> tuple[WorkerPhase, str]:
         """Beat at the start of *phase* and return the phase until now."""
@@ -162,6 +168,11 @@ class Heartbeat:
         self._counted = max(self._counted, reader.calls)
         if step > self._highest:
             self._highest, self._rose_at = step, self._calls
+        # Of an optimizer that left steps out (a GradScaler's), or has no number, the next one would
+        # look like one made again.
+        if self._restored is not None and self._highest != self._restored + 1:
+            self._named, self._named_at = self._restored + 1, self._calls
+        self._restored = None
         # Each of several optimizers may step before the first of them advances.
         patience = PATIENCE * len(self._readers)
         if self._named is not None and self._calls - self._named_at > patience:

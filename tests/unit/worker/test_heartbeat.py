@@ -222,6 +222,28 @@ def test_a_checkpointer_that_says_what_the_optimizer_says_makes_no_beat():
     assert [b.step for b in read_beats(ring)][4:] == [7]
 
 
+def test_the_first_step_after_a_restored_one_is_the_next_whatever_the_optimizer_counts():
+    beat, ring = heart()
+    optimizer = Optimizer(w=38)  # a GradScaler left two steps out
+    beat.restored(40)
+    assert read_beats(ring) == []
+
+    optimizer.state["w"]["step"] = 39
+    beat(optimizer, (), {})
+    beat.named(41)
+
+    assert [b.step for b in read_beats(ring)] == [41, 41]
+
+
+def test_a_restored_step_that_the_optimizer_counts_as_well_needs_no_name():
+    beat, ring = heart()
+    beat.restored(40)
+
+    beat(Optimizer(w=41), (), {})
+
+    assert [(b.step, b.source) for b in read_beats(ring)] == [(41, StepSource.OPTIMIZER_STATE)]
+
+
 def test_a_step_that_a_checkpointer_has_not_named_for_long_is_unknown():
     beat, ring = heart()
     optimizer = Optimizer()

@@ -16,11 +16,11 @@ from gpuops.control.record import (
     ControlKeys,
     ControlRecord,
     Member,
-    RecordError,
     RecordView,
     RunPhase,
     pack,
     unpack,
+    unpack_any_version,
 )
 from gpuops.control.store import ControlStore, Entry
 from gpuops.control.tcp.server import RUN_OVER_KEY
@@ -130,11 +130,8 @@ def _origin_of(data: bytes) -> _RecordOrigin:
     Raises:
         RecordError: Not a JSON object.
     """
-    try:
-        body = json.loads(data)
-        phase, generation = body.get("phase"), body.get("generation")
-    except ENTRY_ERRORS as exc:
-        raise RecordError(f"not a control record: {exc!r}") from exc
+    body = unpack_any_version(data)
+    phase, generation = body.get("phase"), body.get("generation")
     return _RecordOrigin(
         gpuops_version=str(body.get("gpuops") or ""),
         node=str(body.get("node") or ""),
@@ -145,7 +142,7 @@ def _origin_of(data: bytes) -> _RecordOrigin:
 
 def _stopped_by_other_version(data: bytes, reason: str, by: str) -> bytes:
     """Return the record in *data*, of a run of another version of gpuops, with its run ended."""
-    body = json.loads(data)
+    body = unpack_any_version(data)
     end = {"phase": RunPhase.STOP.value, "exit_code": EXIT_USAGE, "reason": reason}
     return json.dumps({**body, **end, "decided_by": by}, separators=(",", ":")).encode()
 

@@ -300,15 +300,32 @@ def _pack(body: Json) -> bytes:
     return zlib.compress(data, level=1) if len(data) > PLAIN_BYTES_MAX else data
 
 
+def unpack_any_version(data: bytes) -> dict[str, Any]:
+    """Return the body of a value that any version of gpuops has written.
+
+    Raises:
+        RecordError: Not one.
+    """
+    with _decoding("value"):
+        return _unpack_any_version(data)
+
+
 def _unpack(data: bytes) -> dict[str, Any]:
+    body = _unpack_any_version(data)
+    if body.get("v") != RECORD_VERSION:
+        raise ValueError(f"version {RECORD_VERSION} is wanted")
+    return body
+
+
+def _unpack_any_version(data: bytes) -> dict[str, Any]:
     if data[:1] == _ZLIB_HEAD:
         inflater = zlib.decompressobj()
         data = inflater.decompress(data, UNPACKED_BYTES_MAX)
         if not inflater.eof:
             raise ValueError(f"more than {UNPACKED_BYTES_MAX} bytes, or cut off")
     body = json.loads(data)
-    if not isinstance(body, dict) or body.get("v") != RECORD_VERSION:
-        raise ValueError(f"version {RECORD_VERSION} is wanted")
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
     return body
 
 
@@ -363,7 +380,7 @@ class _decoding:  # noqa: N801 a context manager, read as a verb
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, _DECODE_ERRORS):
-            raise RecordError(f"not a {self._what}: {error!r}") from error
+            raise RecordError(f"not a {self._what}: {error!r:.300}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Entering a run and leaving it: who begins, who joins, what a killed run leaves behind."""
 
 import json
+import random
 from dataclasses import replace
 from uuid import UUID
 
@@ -226,6 +227,28 @@ def test_a_record_in_an_unknown_form_is_another_version_and_no_error_of_gpuops(b
 
     with pytest.raises(UsageError, match=r"node n2 has gpuops .*, and node n1 has gpuops 9\.0"):
         come(board, agent(2), record(2), lambda _s: board.put(key, b"beat"))
+
+
+# A store takes it compressed.
+MANY_EXCLUDED = {f"n{n}": random.Random(n).randbytes(280).hex() for n in range(200)}
+
+
+def test_an_agent_joins_a_run_whose_record_has_become_long(board):
+    first = come(board, agent(1), record(1, excluded=MANY_EXCLUDED))
+    assert not board.get(RECORD_KEY).value.startswith(b"{"), "it is not long enough"
+
+    assert come(board, agent(2), record(2)).record == first.record
+
+
+def test_a_long_record_of_another_version_is_ended_too(board):
+    long = record(1, gpuops_version="1.2.0", made_by="n1", excluded=MANY_EXCLUDED)
+    ours = come(board, agent(1), long)
+
+    with pytest.raises(UsageError, match=r"node n1 has gpuops 1\.2\.0"):
+        come(board, agent(2), record(2, gpuops_version="1.3.0"), beats(board, ours, agent(1)))
+
+    seen = ControlRecord.from_bytes(board.get(RECORD_KEY).value)
+    assert (seen.run_id, seen.phase, seen.exit_code) == (uid(1), RunPhase.STOP, EXIT_USAGE)
 
 
 def test_a_run_that_trains_goes_on_without_a_node_of_another_version(board):

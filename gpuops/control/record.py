@@ -325,7 +325,7 @@ def _unpack_any_version(data: bytes) -> dict[str, Any]:
             raise ValueError(f"more than {UNPACKED_BYTES_MAX} bytes, or cut off")
     body = json.loads(data)
     if not isinstance(body, dict):
-        raise ValueError("not a JSON object")
+        raise TypeError("not a JSON object")
     return body
 
 

@@ -59,6 +59,7 @@ from gpuops.control.join import join
 from gpuops.control.leader import Leader, LeaderExtension
 from gpuops.control.record import ControlRecord, Member, RecordView, RunPhase
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
+from gpuops.control.store import Entry
 from gpuops.control.threads import AgentCallbacks, ControlThreads
 from gpuops.host.clock import Clock
 from gpuops.log import log_notice
@@ -264,6 +265,11 @@ def _control_threads(
     launch: LaunchContext, services: Services, hang: HangMonitor
 ) -> ControlThreads:
     journal, me = services.session.journal, services.control.me
+
+    def on_heartbeats(found: Mapping[str, Entry]) -> None:
+        running = services.current.running_generation()
+        hang.others_are_busy_for(busy_for_s(found, me.agent, running))
+
     callbacks = AgentCallbacks(
         on_fence=lambda _silent_s: services.current.kill_workers(),
         running_generation=services.current.running_generation,
@@ -271,7 +277,7 @@ def _control_threads(
         on_store_silent=lambda silent_s: journal.store_unreachable(f"silent for {silent_s:.1f} s"),
         on_store_back=journal.store_back,
         wants_heartbeats=lambda: hang.is_suspicious,
-        on_heartbeats=lambda found: hang.others_are_busy_for(busy_for_s(found, me.agent)),
+        on_heartbeats=on_heartbeats,
     )
     return ControlThreads(
         services.control,

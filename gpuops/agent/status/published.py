@@ -41,14 +41,19 @@ def progress_of(parts: Services) -> Json:
     }
 
 
-def busy_for_s(beats: Mapping[str, Entry], me: str) -> float:
-    """Return for how long the busiest of the other agents' workers may still be at it."""
+def busy_for_s(beats: Mapping[str, Entry], me: str, generation: int | None) -> float:
+    """Return for how long the busiest of the other agents' workers may still be at it.
+
+    Those of *generation*: the last heartbeat of a killed agent stays in the store, unchanged.
+    """
     longest_s = 0.0
     for key, entry in beats.items():
         if key.rpartition("/")[2] == me:
             continue
         try:
-            longest_s = max(longest_s, float(unpack(entry.value).get("busy_for_s") or 0.0))
+            told = unpack(entry.value)
+            if told.get("generation") == generation:
+                longest_s = max(longest_s, float(told.get("busy_for_s") or 0.0))
         except (RecordError, TypeError, ValueError):
             continue
     return longest_s

@@ -73,18 +73,19 @@ def test_workers_without_a_step_have_no_rate(tmp_path):
     assert (told["step"], told["rate"], told["silent_s"]) == (None, None, None)
 
 
-def test_the_busiest_of_the_others_counts_and_what_cannot_be_read_does_not():
+def test_the_busiest_of_the_others_counts_and_what_cannot_be_read_or_is_old_does_not():
     told = {
-        "r/alive/me": Entry(pack({"busy_for_s": 900}), 1),
-        "r/alive/a": Entry(pack({"busy_for_s": 3.5}), 1),
-        "r/alive/b": Entry(pack({"busy_for_s": 40}), 1),
-        "r/alive/c": Entry(pack({"busy_for_s": "long"}), 1),
+        "r/alive/me": Entry(pack({"generation": 4, "busy_for_s": 900}), 1),
+        "r/alive/a": Entry(pack({"generation": 4, "busy_for_s": 3.5}), 1),
+        "r/alive/b": Entry(pack({"generation": 4, "busy_for_s": 40}), 1),
+        "r/alive/c": Entry(pack({"generation": 4, "busy_for_s": "long"}), 1),
         "r/alive/d": Entry(b"\xff", 1),
         "r/alive/e": Entry(pack({}), 1),
+        "r/alive/killed": Entry(pack({"generation": 3, "busy_for_s": 590}), 1),
     }
 
-    assert busy_for_s(told, "me") == 40
-    assert busy_for_s({}, "me") == 0
+    assert busy_for_s(told, "me", 4) == 40
+    assert busy_for_s({}, "me", 4) == 0
 
 
 def test_the_state_names_workers_and_where_to_ask(tmp_path):

@@ -231,7 +231,7 @@ def test_ranks_that_go_on_after_all_are_no_hang(tmp_path):
 
 
 def moving():
-    frames = [StackFrame("/job/eval.py", line, "evaluate") for line in range(500)]
+    frames = [StackFrame("/job/eval.py", line, "evaluate") for line in range(5000)]
     return FakeReader(r0=("R", frames), r1=("S", WAITS))
 
 
@@ -440,6 +440,27 @@ def test_while_samples_show_work_the_other_nodes_are_told_to_wait_for_the_rest(
     node.gathered()
 
     assert node.sentry.busy_for_s() == busy_s
+
+
+@pytest.mark.parametrize(
+    ("reader", "latest_s"), [(stuck, 100), (moving, 720)], ids=["stand still", "never end"]
+)
+def test_nodes_that_hear_of_each_other_do_not_wait_for_each_other_for_ever(
+    tmp_path, reader, latest_s
+):
+    nodes = [Node(tmp_path, reader(), timeout_s=None).steps(20) for _ in range(2)]
+    nodes[0].sentry.others_are_busy_for(60)  # a third node's words
+    told, reports, seconds = [0.0, 0.0], [], 0
+    while not any(reports) and (seconds := seconds + 1) <= latest_s:
+        for node, other_s in zip(nodes, reversed(told), strict=True):
+            node.clock.advance(1)
+            if node.sentry.is_suspicious:  # only then an agent reads the others' heartbeats
+                node.sentry.others_are_busy_for(other_s)
+        reports = [node.look() for node in nodes]
+        nodes[0].gathered()
+        told = [node.sentry.busy_for_s() for node in nodes]
+
+    assert any(reports), told
 
 
 def test_what_the_user_asked_for_is_held_against_everyone(tmp_path):

@@ -52,9 +52,13 @@ _BY_SILENCE = frozenset({FailureClass.HANG_NO_PROGRESS, FailureClass.HANG_COLLEC
 
 @dataclass(slots=True)
 class _OpenHang:
-    """A possible hang; ``hang`` and ``since_ns`` None until a rank exceeds its limit."""
+    """A possible hang; ``hang`` and ``since_ns`` None until a rank exceeds its limit.
+
+    ``near`` is the hang that is expected, where the samples begin before that.
+    """
 
     collector: EvidenceCollector
+    near: HangFinding | None = None
     hang: HangFinding | None = None
     since_ns: int | None = None
     done_ns: int | None = None
@@ -159,20 +163,27 @@ class HangMonitor(Monitor):
         show work so far: others, whose ranks only wait, might conclude sooner. From any thread.
         """
         open_hang, busy_s = self._open_hang, self._judge.busy_for_s(self._clock.mono_ns())
-        if open_hang is None or not (open_hang.hang is None or self._is_ours(open_hang.hang)):
+        hang = None if open_hang is None else open_hang.hang or open_hang.near
+        if open_hang is None or hang is None or not self._is_ours(hang):
             return busy_s
-        at_work = any(each.is_moving for each in _diagnoses(open_hang.collector).values())
-        return max(busy_s, EVIDENCE_S) if at_work else busy_s
+        diagnoses = _diagnoses(open_hang.collector)
+        blamed = self._blame(hang, diagnoses).ranks
+        work = signs_of_work(hang, blamed, diagnoses, self._judge.limits.factor)
+        # Not where ranks have worked for too long: nodes would wait for each other for ever.
+        return max(busy_s, EVIDENCE_S) if work is not None and work.is_seen else busy_s
 
     def others_are_busy_for(self, seconds: float) -> None:
         """Accept silence here for *seconds*: another node's agent reported that its ranks work."""
         if seconds > 0:
-            self._judge.excuse_until(self._clock.mono_ns() + round(seconds * NS))
+            until_ns = self._clock.mono_ns() + round(seconds * NS)
+            # Told on, nodes would put off each other's limits for ever: each hop takes time.
+            self._judge.excuse_until(until_ns, others_too=False)
 
     def _poll(self, watched: MonitoredAttempt, now_ns: int) -> Suspicion | None:
         hang = self._judge.judge(now_ns) or self._find_stopped(watched, now_ns)
-        if hang is None and self._is_near(now_ns):
+        if hang is None and (near := self._near(now_ns)) is not None:
             self._open_hang = self._open_hang or self._start_collecting(watched, LONG_SAMPLES_S)
+            self._open_hang.near = near
             return None
         if hang is None:
             if self._open_hang is not None and self._open_hang.hang is not None:
@@ -193,9 +204,9 @@ class HangMonitor(Monitor):
         open_hang.since_ns = open_hang.since_ns or now_ns
         return None if is_new else self._conclude(watched, open_hang, hang, now_ns)
 
-    def _is_near(self, now_ns: int) -> bool:
+    def _near(self, now_ns: int) -> HangFinding | None:
         near = self._judge.judge(now_ns, LEAD_S)
-        return near is not None and self._is_ours(near)
+        return near if near is not None and self._is_ours(near) else None
 
     def _is_ours(self, hang: HangFinding) -> bool:
         """Return whether the limit of *hang* is learned or a floor, not what the user set."""

@@ -4,8 +4,10 @@ import base64
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import time
+import urllib.request
 
 import pytest
 from support.boards import DEADLINE_S, RUN_KEY, TOKEN, eventually
@@ -137,6 +139,29 @@ def test_nothing_of_a_dead_run_stays(url, open_board):
 
     with pytest.raises(ControlStoreResetError):
         board.get("control")
+
+
+def n_proposals(etcd):
+    """Return how many writes etcd's members have agreed on."""
+    with urllib.request.urlopen(f"http://{etcd.url.removeprefix('etcd://')}/metrics") as page:
+        found = re.search(
+            rb"^etcd_server_proposals_committed_total (\S+)", page.read(), re.MULTILINE
+        )
+    return int(float(found[1]))
+
+
+def test_reads_and_the_polls_of_a_heartbeat_are_no_writes(open_board):
+    with running_etcd(1) as etcd:
+        board = open_board(etcd.url)
+        board.put("control", b"v")
+        before = n_proposals(etcd)
+
+        for _ in range(5):
+            board.get("control")
+            board.list("")
+        board.heartbeat("alive/a", b"", watch="control", seen_version=1, hold_s=0.6)
+
+        assert n_proposals(etcd) - before <= 2, "one is the heartbeat's"
 
 
 def test_one_member_of_three_may_die_and_two_may_not(open_board):

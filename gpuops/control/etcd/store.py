@@ -110,8 +110,7 @@ class EtcdControlStore:
         entry = self._entry(watch, _pairs(answers[-1]))
         while entry.version <= seen_version and (left_s := hold_end_s - time.monotonic()) > 0:
             self._heartbeats.wait(min(left_s, POLL_S))
-            local = watched | {"serializable": True}
-            entry = self._entry(watch, self._read(self._heartbeats, local))
+            entry = self._entry(watch, self._read_local(watched))
         self._renew_lease()
         now_s = self._clock.read_s(time.monotonic())
         return HeartbeatReply(entry if entry.version > seen_version else None, now_s)
@@ -136,6 +135,14 @@ class EtcdControlStore:
         _done, answers = self._transact(session, lambda: {"success": [{"request_range": wanted}]})
         return _pairs(answers[0])
 
+    def _read_local(self, wanted: _Txn) -> Sequence[Any]:
+        """Return what one member knows, which may be old: it may not have this run's first key."""
+        local = wanted | {"serializable": True}
+        found: Sequence[Any] = self._heartbeats.call("kv/range", local, self._deadline_s).get(
+            "kvs", []
+        )
+        return found
+
     def _transact(
         self, session: EtcdSession, build: Callable[[], _Txn]
     ) -> tuple[bool, Sequence[Any]]:
@@ -148,20 +155,18 @@ class EtcdControlStore:
             self._open(session)
         assert self._first is not None
         txn: _Txn = build()
-        inner = {
-            "compare": txn.get("compare", []),
-            "success": txn["success"],
-            "failure": txn.get("failure", []),
-        }
+        # etcd takes a transaction in another one for a write, also where it only reads.
+        is_nested = "compare" in txn
+        done = [{"request_txn": txn}] if is_nested else txn["success"]
         answer = session.call(
-            "kv/txn",
-            {"compare": [self._first], "success": [{"request_txn": inner}]},
-            self._deadline_s,
+            "kv/txn", {"compare": [self._first], "success": done}, self._deadline_s
         )
         if not answer.get("succeeded"):
             raise ControlStoreResetError(
                 f"the control store at {self.address} was cleaned up and forgot this run"
             )
+        if not is_nested:
+            return True, answer.get("responses", [])
         nested = answer["responses"][0]["response_txn"]
         return bool(nested.get("succeeded")), nested.get("responses", [])
 

@@ -210,8 +210,8 @@ def leave(
     *,
     has_server: bool,
     dead: Collection[str] = (),
-) -> None:
-    """Take *own_member* off the control store, so that nobody waits for it.
+) -> bool:
+    """Take *own_member* off the control store, so that nobody waits for it; say if it was the last.
 
     The last agent of a run that is over deletes everything; where the control store *has_server*
     of its own, that server is asked to end. Agents that are *dead* do not count.
@@ -227,9 +227,10 @@ def leave(
     # Our heartbeat goes last: as long as it is there, nobody begins a new run in its place.
     store.delete("" if is_last else keys.heartbeat(own_member.agent))
     if not (has_server and is_over):
-        return
+        return is_last
     if is_last:
         store.put(RUN_OVER_KEY, b"1")
     else:
         # Only where no message is there yet: that of an agent that was quicker counts.
         store.compare_and_set(RUN_OVER_KEY, b"30", version=0)
+    return is_last

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from gpuops.agent.launch.job_token import refused_token
 from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
+from gpuops.agent.launch.quorum import QuorumHandle, QuorumPlan, form_quorum
 from gpuops.agent.launch.restart_policy import NodeCount
 from gpuops.agent.launch.slurm import SlurmStep
 from gpuops.control.etcd.address import SCHEME as ETCD_SCHEME
@@ -60,11 +61,12 @@ class ControlEndpoint:
     endpoint: str  # for people and for `gpuops run status`; holds no secret
     is_shared: bool
     guard: ServerGuard | None = None
+    quorum: QuorumHandle | None = None
 
     def describe(self, meeting: EndpointPlan) -> dict[str, str | int]:
         """Return where the control store is, for `gpuops run status`; nothing of it is secret."""
         place: dict[str, str | int] = {
-            "kind": meeting.kind.value,
+            "kind": meeting.kind.value if self.quorum is None else "quorum",
             "host": meeting.host,
             "port": meeting.port,
             "run_key": meeting.run_key,
@@ -82,12 +84,14 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
     wait: Callable[[float], object],
     predecessor_s: float = PREDECESSOR_S,
     deadline_s: float = DEADLINE_S,
+    quorum: QuorumPlan | None = None,
 ) -> ControlEndpoint:
     """Return the control store of the run; start its server where this is the node for it.
 
     The node of the endpoint may come up last, so this waits for a control store that is not there
     yet. One of another run is given *predecessor_s* to end: a run that is over leaves its port
-    soon. Each call to a server, now and later, is given *deadline_s*.
+    soon. Each call to a server, now and later, is given *deadline_s*. With *quorum*, a server only
+    introduces the agents, and several nodes hold the store, where enough of them can.
 
     Raises:
         ControlStoreUnreachableError: Not there within *limit_s*.
@@ -117,6 +121,13 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
                 if meeting.own_token is not None or not patience.bears(exc):
                     raise refused_token(exc, meeting) from None
             elif not patience.bears(exc):
+                raise
+            wait(RETRY_S)
+            continue
+        try:
+            met = met if quorum is None else _with_quorum(met, meeting, quorum, wait)
+        except ControlStoreUnreachableError as exc:
+            if not patience.bears(exc):
                 raise
             wait(RETRY_S)
             continue
@@ -150,6 +161,26 @@ class _Patience:
             log.warning("waiting for the control store of this run: %s", exc)
             self.has_logged = True
         return True
+
+
+def _with_quorum(
+    met: ControlEndpoint,
+    meeting: EndpointPlan,
+    plan: QuorumPlan,
+    wait: Callable[[float], object],
+) -> ControlEndpoint:
+    """Return where the run's record is held once the agents at *met* have agreed on that."""
+    formed: QuorumHandle | str | None = None
+    try:
+        formed = form_quorum(met.store, meeting, plan, address=met.address, wait=wait)
+    finally:
+        if not isinstance(formed, str):
+            met.store.close()
+    if isinstance(formed, str):
+        log.warning("if %s is lost, this run ends with 85: %s", met.endpoint, formed)
+        return met
+    log.info("%s hold the control record: a majority of them goes on", formed.describe)
+    return replace(met, store=formed.store, endpoint=str(formed.store.address), quorum=formed)
 
 
 def _start(meeting: EndpointPlan, lease_s: float = LEASE_S) -> ServerProcess:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from gpuops.agent.checkpoint.keeper_restarts import awaited
-from gpuops.agent.checkpoint.start import check_can_persist
+from gpuops.agent.checkpoint.start import check_can_persist, domain_of
 from gpuops.agent.elastic.agent import GpuopsAgent
 from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError
 from gpuops.agent.elastic.signals import Cancellation, SignalActions
@@ -41,6 +41,7 @@ from gpuops.agent.launch.node_context import describe_run, node_context_of
 from gpuops.agent.launch.option_values import check_startable
 from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.plan import EndpointKind
+from gpuops.agent.launch.quorum import QuorumPlan, reason_against
 from gpuops.agent.launch.torch_config import (
     SIGNALS_DEFAULT,
     command,
@@ -59,6 +60,7 @@ from gpuops.errors import (
     EXIT_REQUEUE,
 )
 from gpuops.host.clock import Clock
+from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import uuid7
 from gpuops.scrub import scrub
@@ -194,6 +196,24 @@ def _find_endpoint(prepared: LaunchContext) -> ControlEndpoint:
         local_address=plan.local_address,
         limit_s=plan.join_timeout_s,
         wait=wait,
+        quorum=_quorum_plan(prepared),
+    )
+
+
+def _quorum_plan(prepared: LaunchContext) -> QuorumPlan | None:
+    plan, node = prepared.request.plan, node_name(prepared.env)
+    if not plan.quorum or plan.endpoint.kind is not EndpointKind.TCP:
+        return None
+    nodes_max = plan.restart_policy.nodes_max + plan.spares
+    why = reason_against(nodes_max)
+    if why is not None:
+        log.warning("if %s is lost, this run ends with 85: %s", plan.endpoint.host, why)
+        return None
+    return QuorumPlan(
+        node=node,
+        domain=domain_of(plan.checkpoints.domain, node, prepared.env, log.warning),
+        nodes_min=plan.restart_policy.nodes_min,
+        nodes_max=nodes_max,
     )
 
 
@@ -345,6 +365,7 @@ def _leave(assembly: AssembledAgent) -> None:
     """Leave the run, so that no agent waits for this one; a silent control store delays nothing."""
 
     def go() -> None:
+        quorum, is_last = assembly.endpoint.quorum, False
         with contextlib.suppress(ControlStoreError):
             if not assembly.endpoint.is_shared:
                 assembly.endpoint.store.close()  # wakes the control thread, which waits on it
@@ -354,10 +375,12 @@ def _leave(assembly: AssembledAgent) -> None:
             if assembly.endpoint.is_shared:
                 control, store = assembly.services.control, assembly.endpoint.store
                 kind = assembly.launch.request.plan.endpoint.kind
-                has_server = kind is EndpointKind.TCP
+                has_server = kind is EndpointKind.TCP and quorum is None
                 dead = assembly.services.leader.dead_agents
-                leave(store, control.record, control.me, has_server=has_server, dead=dead)
+                is_last = leave(store, control.record, control.me, has_server=has_server, dead=dead)
         assembly.endpoint.store.close()
+        if quorum is not None:
+            quorum.close(is_last=is_last)
 
     assembly.close()
     going = threading.Thread(target=go, daemon=True)

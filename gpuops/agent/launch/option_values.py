@@ -123,6 +123,7 @@ _TAKEN = frozenset(
         "keep_alive_interval",
         "keep_alive_max_attempt",
         "store_lost_timeout",
+        "quorum",
     )
 )
 # Of torch's own store and rendezvous, of which nothing is left here.
@@ -137,7 +138,8 @@ class RendezvousTimeouts:
 
     ``dead_s`` is torch's keep_alive_interval times keep_alive_max_attempt: silence that is death.
     ``store_lost_s`` has no key of torch's: after so long without the control store
-    a run is given up. ``ignored`` are keys that change nothing.
+    a run is given up; nor has ``quorum``: several nodes hold the control store. ``ignored`` are
+    keys that change nothing.
     """
 
     join_timeout_s: float | None = None
@@ -145,6 +147,7 @@ class RendezvousTimeouts:
     dead_s: float | None = None
     store_lost_s: float | None = None
     is_host: bool | None = None
+    quorum: bool | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -166,6 +169,7 @@ def parse_conf(text: str, shown: str = "--rdzv-conf") -> RendezvousTimeouts:
         dead_s=_dead_s(pairs, shown),
         store_lost_s=_seconds(pairs, "store_lost_timeout", shown),
         is_host=_truth(pairs, "is_host", shown),
+        quorum=_truth(pairs, "quorum", shown),
         ignored=tuple(sorted(pairs.keys() - _TAKEN - _NEEDLESS)),
     )
 

@@ -166,6 +166,8 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
             # Whoever bears longer silence of a peer bears it of the control store.
             store_lost_s=max(plan.store_lost_s, 2 * dead_s),
         )
+    if timing.quorum is not None:
+        plan = replace(plan, quorum=timing.quorum)
     if timing.store_lost_s is not None:
         plan = replace(plan, store_lost_s=timing.store_lost_s)
     return plan

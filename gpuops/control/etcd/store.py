@@ -61,6 +61,7 @@ class EtcdControlStore:
         self._instance = b""
         self._lease = 0
         self._renew_at_s = 0.0
+        self.revision = 0  # of etcd, at the last answer: it grows with each writing
 
     @property
     def instance(self) -> str:
@@ -161,6 +162,7 @@ class EtcdControlStore:
         answer = session.call(
             "kv/txn", {"compare": [self._first], "success": done}, self._deadline_s
         )
+        self.revision = int(answer["header"].get("revision", 0))
         if not answer.get("succeeded"):
             raise ControlStoreResetError(
                 f"the control store at {self.address} was cleaned up and forgot this run"

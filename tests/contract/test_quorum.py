@@ -1,0 +1,125 @@
+"""Agents make a quorum of real etcds, which outlives a member and the server that introduced it."""
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from support.boards import RUN_KEY, TOKEN, eventually, server, tcp_board
+from support.etcd import find_etcd
+
+from gpuops.agent.launch.quorum import QuorumFormation, QuorumPlan, announce
+from gpuops.control.etcd.quorum import QUORUM_KEY, QuorumPhase, QuorumState
+from gpuops.control.etcd.store import EtcdControlStore
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.store import ControlStoreError
+from gpuops.host.clock import SystemClock
+
+
+def members():
+    """Return the processes that run this test's members."""
+    children = psutil.Process().children()
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "gpuops.control.etcd.member" in child.cmdline()
+    ]
+
+
+@pytest.fixture
+def introduce():
+    """Return a function that forms a quorum of agents, each on its thread; ends what they left."""
+    find_etcd()
+
+    def form(port, n, token=TOKEN):
+        introduction = functools.partial(tcp_board, port, deadline_s=2.0)
+
+        def one(index):
+            with contextlib.closing(introduction()) as board:
+                return QuorumFormation(
+                    server=board,
+                    plan=QuorumPlan(node=f"n{index}", nodes_min=n, nodes_max=n),
+                    address="127.0.0.1",
+                    run_key=RUN_KEY,
+                    token=token,
+                    introduction=introduction,
+                    wait=threading.Event().wait,
+                ).run()
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(one, range(n)))
+
+    yield form
+    for child in members():
+        child.kill()
+
+
+def test_a_quorum_outlives_a_member_and_the_server(introduce):
+    with server() as process:
+        handles = introduce(process.port, 3)
+        first, second, third = (handle.store for handle in handles)
+        assert first.compare_and_set("control", b"1", version=0)[0]
+        with contextlib.closing(tcp_board(process.port)) as board:
+            assert QuorumState.from_bytes(board.get(QUORUM_KEY).value).phase is QuorumPhase.ON
+        process.kill()
+        os.kill(members()[0].pid, signal.SIGKILL)
+
+        assert second.compare_and_set("control", b"2", version=1)[0]
+        assert third.get("control").value == b"2"
+
+        # Whoever has another token has another certificate authority.
+        folder = handles[0].folder
+        other = str(folder / "cacert.pem")
+        plain = EtcdControlStore(
+            f"{str(first.address).partition('?')[0]}?cacert={other}",
+            run_key=RUN_KEY,
+            deadline_s=1.0,
+        )
+        with contextlib.closing(plain), pytest.raises(ControlStoreError):
+            plain.get("control")
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda handle: handle.close(is_last=False), handles))
+        for handle in handles:
+            handle.store.close()
+        assert not folder.exists()
+
+
+def test_members_end_with_the_run(introduce):
+    with server() as process:
+        handles = introduce(process.port, 3)
+        assert len(members()) == 3
+        handles[1].store.put("k", b"v")
+        handles[1].store.delete("")
+        for index, handle in enumerate(handles):
+            handle.store.close()
+            handle.close(is_last=index == 2)
+        eventually(lambda: not members(), "the members end")
+
+
+def test_two_nodes_have_no_quorum(introduce):
+    with server() as process:
+        assert introduce(process.port, 2) == ["2 nodes have no majority without one of them"] * 2
+
+
+def test_a_server_that_was_started_anew_learns_of_the_quorum():
+    board = MemoryControlStore(SystemClock())
+    state = QuorumState(number=2, phase=QuorumPhase.ON)
+    announce(board, state)
+    assert QuorumState.from_bytes(board.get(QUORUM_KEY).value) == state
+
+    # Agents that found no quorum gather there: those of the quorum tell them of it.
+    anew = MemoryControlStore(SystemClock())
+    anew.put(QUORUM_KEY, QuorumState().to_bytes())
+    announce(anew, state)
+    assert QuorumState.from_bytes(anew.get(QUORUM_KEY).value) == state
+
+    later = QuorumState(number=3)
+    board.put(QUORUM_KEY, later.to_bytes())
+    announce(board, state)
+    assert QuorumState.from_bytes(board.get(QUORUM_KEY).value) == later

@@ -23,6 +23,7 @@ from gpuops.control.record import (
     ControlKeys,
     ControlRecord,
     Member,
+    RecordError,
     Roster,
     RunPhase,
     unpack,
@@ -224,10 +225,12 @@ class MembershipView:
             record.generation if record.phase is not RunPhase.RENDEZVOUS else record.generation - 1
         )
         while (self.roster is None or self.roster.generation < generation) and generation >= 0:
-            entry = store.get(keys.roster(generation))
-            if entry.version:
-                self.roster = Roster.from_bytes(entry.value)
-                self._members = succession_of(self.roster.members)
+            roster = _read_roster(
+                store.get(keys.roster(generation)), is_current=generation == record.generation
+            )
+            if roster is not None:
+                self.roster = roster
+                self._members = succession_of(roster.members)
                 return
             generation -= 1  # a generation that was given up before it had a roster
 
@@ -345,6 +348,25 @@ def _payload(entry: Entry) -> Json:
 def _checkpoint_step(payload: Json) -> int | None:
     step = payload.get("checkpoint_step")
     return step if isinstance(step, int) else None
+
+
+def _read_roster(entry: Entry, *, is_current: bool) -> Roster | None:
+    """Return the roster in *entry*, None where there is none, or one that never ran.
+
+    Of an earlier generation nobody could have followed one that cannot be read: another was formed,
+    and whoever did so may have died before it was deleted.
+
+    Raises:
+        RecordError: It cannot be read, and workers run by it (*is_current*).
+    """
+    if not entry.version:
+        return None
+    try:
+        return Roster.from_bytes(entry.value)
+    except RecordError:
+        if is_current:
+            raise
+        return None
 
 
 def _read_member(entry: Entry) -> Member | None:

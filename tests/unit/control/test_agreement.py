@@ -394,6 +394,15 @@ def test_a_roster_that_cannot_be_read_holds_nobody_up():
     world.run_until(lambda w: w.all_run(1, 2))
 
 
+def test_nor_does_one_that_nobody_deleted_when_another_was_formed():
+    world = World(terms(2, 2), 2)
+    world.store.put(world.players[0].link.keys.roster(0), b"of another version")
+    for player in world.players:
+        player.store.lose = lambda name: "call" if name == "delete" else None
+
+    world.run_until(lambda w: w.all_run(1, 2))
+
+
 def test_a_partition_leaves_the_side_with_the_board_and_the_other_side_fences():
     world = started(2, 3, 3)
     cut = world.players[1]

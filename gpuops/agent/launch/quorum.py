@@ -16,6 +16,7 @@ from gpuops.agent.launch.plan import EndpointPlan
 from gpuops.config.resolve import environ
 from gpuops.control.etcd import quorum
 from gpuops.control.etcd.credentials import write_credentials
+from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.member import member_url
 from gpuops.control.etcd.quorum import Candidate, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
@@ -127,7 +128,11 @@ class QuorumFormation:
     _alive: tuple[int, float] = (-1, 0.0)
 
     def __post_init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="gpuops-quorum-"))
+        parent = Path(tempfile.gettempdir())
+        try:
+            self.folder, _mark = locked_folder("gpuops-quorum-", parent)  # until this process ends
+        except OSError as exc:
+            raise ControlStoreError(f"no folder for certificates in {parent}: {exc}") from exc
         ports = (0, 0)
         try:
             self.files = write_credentials(self.folder, self.token, self.address)

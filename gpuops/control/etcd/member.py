@@ -26,6 +26,7 @@ from pathlib import Path
 from gpuops.config.resolve import environ
 from gpuops.control.etcd.address import SCHEME
 from gpuops.control.etcd.credentials import write_credentials
+from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import (
     VALUE_BYTES_MAX,
@@ -77,23 +78,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = file.read(TOKEN_BYTES_MAX).decode()
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 a private folder in it
-    with tempfile.TemporaryDirectory(prefix="gpuops-etcd-", dir=memory) as name:
-        folder = Path(name)
-        try:
-            files = write_credentials(folder, token, options.address)
-            etcd = _start(etcd_command(options, folder, files), folder)
-        except (ControlStoreError, OSError) as exc:
-            report_and_detach(f"failed {exc}")
-            return 1
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        report_and_detach("ready")
-        try:
-            return _watch(etcd, options, token, files)
-        finally:
-            with suppress(ProcessLookupError):
-                etcd.kill()
-            etcd.wait()
+    memory = "/dev/shm"  # noqa: S108 a private folder in it
+    parent = Path(memory if os.access(memory, os.W_OK) else tempfile.gettempdir())
+    try:
+        folder, _mark = locked_folder("gpuops-etcd-", parent)
+    except OSError as exc:
+        report_and_detach(f"failed {exc}")
+        return 1
+    try:
+        return _serve(options, token, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(options: argparse.Namespace, token: str, folder: Path) -> int:
+    try:
+        files = write_credentials(folder, token, options.address)
+        etcd = _start(etcd_command(options, folder, files), folder)
+    except (ControlStoreError, OSError) as exc:
+        report_and_detach(f"failed {exc}")
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    report_and_detach("ready")
+    try:
+        return _watch(etcd, options, token, files)
+    finally:
+        with suppress(ProcessLookupError):
+            etcd.kill()
+        etcd.wait()
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,10 +1,13 @@
 """Which nodes hold the control record, and when that is decided."""
 
+import os
+
 import pytest
 
 from gpuops.agent.launch.option_values import parse_conf
 from gpuops.agent.launch.quorum import reason_against
 from gpuops.control.etcd.credentials import private_key
+from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.quorum import (
     QUORUM_KEY,
     SETTLE_S,
@@ -70,6 +73,21 @@ def test_a_state_is_read_as_it_was_written():
     for bad in (b"", b"[]", b'{"number": 1}'):
         with pytest.raises(ControlStoreError, match=QUORUM_KEY):
             QuorumState.from_bytes(bad)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    left, fd = locked_folder("etcd-", tmp_path)
+    (left / "data").mkdir()
+    used, _mark = locked_folder("etcd-", tmp_path)
+    assert left.exists()
+    os.close(fd)  # as the end of the process does
+    other = tmp_path / "other-1"
+    other.mkdir()
+
+    new, _mark = locked_folder("etcd-", tmp_path)
+
+    assert sorted(tmp_path.iterdir()) == sorted([new, used, other])
+    assert new.stat().st_mode & 0o77 == 0
 
 
 def test_a_key_follows_from_the_token_alone():

@@ -1,0 +1,36 @@
+"""Private folders of processes that may be killed: the next process removes what they left."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+
+def locked_folder(prefix: str, parent: Path) -> tuple[Path, int]:
+    """Return a new private folder in *parent* and the descriptor that marks it as in use.
+
+    The mark ends with this process. Folders of this user with *prefix* that have none are removed.
+
+    Raises:
+        OSError: None can be made.
+    """
+    for left in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink():
+                _remove_unused(left)
+    # Under its name only once it is marked: another process may look in between.
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.removeprefix("."))), fd
+
+
+def _remove_unused(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(fd)

@@ -361,6 +361,15 @@ def test_a_limit_is_raised_while_restarts_get_the_run_no_further(tmp_path):
     assert verdict_at(node, 30) == 61, "it came further: another hang"
 
 
+def test_a_start_that_hangs_after_the_run_came_further_has_its_own_limit_again(tmp_path):
+    node = start(tmp_path, stuck())
+
+    assert [verdict_at(node, 0) for _ in range(2)] == [601, 1800]
+    node.steps(9)
+    node.sentry.begin(node.watched)
+    assert verdict_at(node, 0) == 601
+
+
 def test_what_the_kernel_says_or_the_user_asked_for_is_not_put_off(tmp_path):
     stopped = FakeReader(r0=("S", WAITS), r1=("D", WAITS))
     node = Node(tmp_path, stopped, timeout_s=None)

@@ -137,6 +137,11 @@ class HangJudge:
         return {rank: timer.step for rank, timer in self._ranks.items()}
 
     @property
+    def steps_made(self) -> int:
+        """Return the most steps that a rank has made in this generation."""
+        return max((timer.steps_made for timer in self._ranks.values()), default=0)
+
+    @property
     def finished(self) -> tuple[int, ...]:
         """Return the ranks whose program has ended."""
         return tuple(r for r, timer in self._ranks.items() if timer.phase is WorkerPhase.FINISHED)
@@ -209,7 +214,7 @@ class HangJudge:
             lagging=lagging,
             steps=self.steps,
             silences_s=self.silences_s(now_ns),
-            steps_made=max(timer.steps_made for timer in self._ranks.values()),
+            steps_made=self.steps_made,
         )
 
     def is_beatless(self, now_ns: int) -> bool:

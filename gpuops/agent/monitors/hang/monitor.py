@@ -104,6 +104,8 @@ class HangMonitor(Monitor):
         self._watched, self._open_hang, self._found = watched, None, None
         self._has_failed = False
         self._stopped, self._states, self._has_warned = StoppedRanks(), {}, False
+        if self._judge.steps_made:
+            self._verdicts.got_further()
         self._judge.begin([worker.rank for worker in watched.workers], self._clock.mono_ns())
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:

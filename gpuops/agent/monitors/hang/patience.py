@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from gpuops.agent.monitors.hang.judge import HangFinding
-from gpuops.agent.monitors.hang.timeouts import PHASE_FLOOR_S
+from gpuops.agent.monitors.hang.timeouts import FIRST_STEP, PHASE_FLOOR_S
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
 
 # A rank that works in a start or a labelled phase, or moves bytes, may take so long. A guess: an
@@ -86,6 +86,11 @@ class VerdictHistory:
         place = _place_of(hang)
         self._count = self._count + 1 if place == self._place else 1
         self._place = place
+
+    def got_further(self) -> None:
+        """Note that a generation made steps: a hang in a start later is another one."""
+        if self._place == (FIRST_STEP, 0):
+            self._place = None
 
     def limit_s(self, hang: HangFinding) -> float:
         """Return the limit for *hang*, raised where restarts did not get the run further."""

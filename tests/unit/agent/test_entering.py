@@ -19,7 +19,10 @@ def prepared(tmp_path):
     script.write_text("")
     clock = FakeClock()
     return SimpleNamespace(
-        request=requested(str(script)), clock=clock, cancellation=Cancellation((), clock)
+        env={},
+        request=requested(str(script)),
+        clock=clock,
+        cancellation=Cancellation((), clock),
     )
 
 

@@ -159,6 +159,8 @@ class ControlRendezvous(RendezvousHandler):
             else:
                 self._file_failed(gate)
                 self._control.update_record(lambda now: _without(now, me.node, gate.reason))
+                # Where the run ended for it meanwhile, its exit code still says 86.
+                self._hooks.excluded(gate.reason)
         except ControlStoreError as exc:
             log.debug("the control store does not accept it: %s", exc)
             return False

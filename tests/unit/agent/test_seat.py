@@ -222,3 +222,18 @@ def test_a_gate_that_does_not_let_the_node_in_excludes_it(bench):
         ("gate_failed", "n0", "two GPUs are missing")
     ]
     assert bench.shared.list(bench.link.keys.ready(0)) == {}
+
+
+def test_a_node_that_fails_its_check_says_so_though_the_run_has_ended_for_it(bench):
+    """The leader decides on the report: that may come before the node has excluded itself."""
+    result = PreflightResult(passed=False, reason="sick")
+    ends = bench.becomes(phase=RunPhase.STOP, reason="too few nodes", exit_code=85)
+
+    def decided_at_once(*words):
+        ends()
+        return result.to_report(*words)
+
+    bench.hooks.found = Preflight(passed=False, reason="sick", to_report=decided_at_once)
+
+    with pytest.raises(ExcludedError, match="sick"):
+        bench.rendezvous.next_rendezvous()

@@ -180,7 +180,8 @@ def test_the_file_of_a_later_gpuops_is_left_alone(tmp_path):
     with pytest.raises(NewerStateError):
         change_state(tmp_path, UID, lambda _state: STATE)
     assert state_path(tmp_path).read_text() == text
-    assert "version 2" in save_state(tmp_path, UID, lambda _state: STATE, AbandonedProbes())()
+    wait = save_state(tmp_path, UID, lambda _state: STATE, AbandonedProbes(), deadline_s=60.0)
+    assert "version 2" in wait()
 
 
 @pytest.mark.skipif(UID != 0, reason="only root can give a file away")
@@ -309,7 +310,8 @@ def test_nothing_is_written_where_nothing_changed(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
 
-    assert (
-        "File exists"
-        in save_state(tmp_path / "file", UID, lambda _state: STATE, AbandonedProbes())()
+    wait = save_state(
+        tmp_path / "file", UID, lambda _state: STATE, AbandonedProbes(), deadline_s=60.0
     )
+
+    assert "File exists" in wait()

@@ -359,6 +359,8 @@ def test_a_limit_is_raised_while_restarts_get_the_run_no_further(tmp_path):
 
     assert [verdict_at(node, 20) for _ in range(3)] == [61, 180, 540]
     assert verdict_at(node, 30) == 61, "it came further: another hang"
+    _, report = hang_after(node.steps(30))
+    assert "the limit for this phase (step) is 180 s" in report.how
 
 
 def test_a_start_that_hangs_after_the_run_came_further_has_its_own_limit_again(tmp_path):

@@ -5,7 +5,7 @@ Nothing here waits: a thread collects the evidence, and a poll only checks wheth
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuops.agent.elastic.workers import Worker
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
@@ -178,7 +178,7 @@ class HangMonitor(Monitor):
         """Accept silence here for *seconds*: another node's agent reported that its ranks work."""
         if seconds > 0:
             until_ns = self._clock.mono_ns() + round(seconds * NS)
-            # Told on, nodes would put off each other's limits for ever: each hop takes time.
+            # Nodes that passed it on would postpone each other's limits for ever.
             self._judge.excuse_until(until_ns, others_too=False)
 
     def _poll(self, watched: MonitoredAttempt, now_ns: int) -> Suspicion | None:
@@ -268,7 +268,13 @@ class HangMonitor(Monitor):
             return None
         if not found.ranks and now_ns - open_hang.done_ns < HOLD_S * NS:
             return None
+        hang = replace(hang, limit_s=self._limit_s(hang, found))
         return to_suspicion(self._view(watched, now_ns), hang, found, diagnoses)
+
+    def _limit_s(self, hang: HangFinding, found: HangCulprits) -> float:
+        """Return the limit of *hang*, raised where the last verdict got the run no further."""
+        may_raise = self._is_ours(hang) and found.failure_class in _BY_SILENCE
+        return self._verdicts.limit_s(hang) if may_raise else hang.limit_s
 
     def _excuses(
         self,
@@ -285,16 +291,15 @@ class HangMonitor(Monitor):
         """
         if not self._is_ours(hang):
             return False
-        if found.failure_class in _BY_SILENCE:
-            raised_s = self._verdicts.limit_s(hang)
-            if hang.silent_s < raised_s:
-                self._judge.excuse_until(now_ns + round((raised_s - hang.silent_s) * NS))
-                log.warning(
-                    "no progress for %.0f s, and a restart did not get the run further:"
-                    " the limit of this phase (%s) is raised from %.0f to %.0f s",
-                    *(hang.silent_s, hang.phase, hang.limit_s, raised_s),
-                )
-                return True
+        raised_s = self._limit_s(hang, found)
+        if hang.silent_s < raised_s:
+            self._judge.excuse_until(now_ns + round((raised_s - hang.silent_s) * NS))
+            log.warning(
+                "no progress for %.0f s, and a restart did not get the run further:"
+                " the limit of this phase (%s) is raised from %.0f to %.0f s",
+                *(hang.silent_s, hang.phase, hang.limit_s, raised_s),
+            )
+            return True
         work = signs_of_work(hang, found.ranks, diagnoses, self._judge.limits.factor)
         if work is None:
             return False

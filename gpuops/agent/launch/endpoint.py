@@ -219,11 +219,7 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
     from gpuops.control.postgres.store import PostgresControlStore
 
     table = PostgresControlStore(meeting.url, run_key=meeting.run_key, token=meeting.token)
-    try:
-        table.get(RECORD_KEY)
-    except ControlStoreError:
-        table.close()
-        raise
+    _check_answers(table)
     parts = urlsplit(meeting.url)
     host, port = parts.hostname or LOOPBACK, parts.port or 5432
     return ControlEndpoint(
@@ -236,17 +232,22 @@ def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) 
 
 def _reach_etcd(meeting: EndpointPlan, local_address: str | None) -> ControlEndpoint:
     store = EtcdControlStore(meeting.url, run_key=meeting.run_key, token=meeting.token)
-    try:
-        store.get(RECORD_KEY)
-    except ControlStoreError:
-        store.close()
-        raise
+    _check_answers(store)
     return ControlEndpoint(
         store=store,
         address=local_address or address_towards(*store.address.members[0]),
         endpoint=str(store.address),
         is_shared=True,
     )
+
+
+def _check_answers(store: ControlStore) -> None:
+    """Read from *store*; it is closed if that fails."""
+    try:
+        store.get(RECORD_KEY)
+    except ControlStoreError:
+        store.close()
+        raise
 
 
 def address_towards(host: str, port: int) -> str:

@@ -257,11 +257,9 @@ class ZeroOptimizerAdapter(OptimizerAdapter):
         key: str,
         optimizer: torch.optim.Optimizer,
         names_of: NamesOf,
-        *,
-        allow_pickle: bool = False,
+        **options: bool,
     ) -> None:
-        inner = vars(optimizer)["optim"]
-        super().__init__(key, inner, names_of, allow_pickle=allow_pickle)
+        super().__init__(key, vars(optimizer)["optim"], names_of, **options)
         self._outer = optimizer
 
     def read(self) -> AdapterSnapshot:

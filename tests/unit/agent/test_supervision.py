@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support.keepers import FakeKeeper, Heard
@@ -279,20 +280,22 @@ def test_a_gpu_that_fails_while_a_hang_is_looked_at_explains_it(node):
     assert list(record.excluded) == ["n1"]
 
 
+def hangs(other):
+    """The agent *other* files a hang and ends the generation for it."""
+    other.run_once()
+    other.control.file_report(NodeReport(kind=ReportKind.HANG, node="n2", generation=0))
+    other.control.update_record(
+        lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.HANG)
+    )
+
+
 def test_a_gpu_of_this_node_explains_the_hang_of_another(tmp_path):
     terms = RestartPolicy(nodes_min=1, nodes_max=2)
     node = Node(tmp_path, terms=terms)
     node.agent.monitors = [Late(fault(node="n1"))]
     other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
 
-    def hangs_there():
-        other.run_once()
-        other.control.file_report(NodeReport(kind=ReportKind.HANG, node="n2", generation=0))
-        other.control.update_record(
-            lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.HANG)
-        )
-
-    assert node.then(hangs_there).watch(other).run() is None
+    assert node.then(partial(hangs, other)).watch(other).run() is None
     decision = node.agent.control.record.decision
     assert (decision.cause.node, decision.cause.kind) == ("n1", ReportKind.GPU_FAULT)
     assert list(decision.exclude) == ["n1"]
@@ -329,14 +332,7 @@ def test_for_the_hang_of_another_node_each_node_reports_what_its_own_ranks_do(tm
     node.agent.monitors = [Late(here)]
     other = Agent(tmp_path, terms=terms, board=node.agent.shared, clock=node.agent.clock, number=2)
 
-    def hangs_there():
-        other.run_once()
-        other.control.file_report(NodeReport(kind=ReportKind.HANG, node="n2", generation=0))
-        other.control.update_record(
-            lambda now: replace(now, phase=RunPhase.COLLECT, trigger=ReportKind.HANG)
-        )
-
-    assert node.then(hangs_there).watch(other).run() is None
+    assert node.then(partial(hangs, other)).watch(other).run() is None
     assert node.file_report().kind is ReportKind.HANG
     assert list(node.agent.control.record.excluded) == (["n1"] if stuck else [])
 

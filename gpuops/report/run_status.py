@@ -196,7 +196,7 @@ def query_agent(port: object) -> Mapping[str, Any] | None:
 
 
 def _ask(port: int, end_s: float) -> bytes:
-    """Return the agent's answer; what listens on the port of one that ended may be a stranger."""
+    """Return the answer by *end_s*; another user's program may listen on an ended agent's port."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), end_s - time.monotonic()) as sock:
         sock.sendall(b"GET /state HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")

@@ -51,9 +51,9 @@ def busy_for_s(beats: Mapping[str, Entry], me: str, generation: int | None) -> f
         if key.rpartition("/")[2] == me:
             continue
         try:
-            told = unpack(entry.value)
-            if told.get("generation") == generation:
-                longest_s = max(longest_s, float(told.get("busy_for_s") or 0.0))
+            beat = unpack(entry.value)
+            if beat.get("generation") == generation:
+                longest_s = max(longest_s, float(beat.get("busy_for_s") or 0.0))
         except (RecordError, TypeError, ValueError):
             continue
     return longest_s

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from gpuops.cli.options import settings_of, store_option
-from gpuops.cli.run_status import connect_control_store, run_folder
+from gpuops.cli.run_status import connect_control_store, run_dir_option, run_folder
 from gpuops.control.record import RECORD_KEY, ControlRecord, RunPhase, read_own_record
 from gpuops.control.store import ControlStore
 from gpuops.control.transitions import readmit as readmit_node
@@ -17,12 +17,7 @@ from gpuops.report.run_status import read_states
 @click.command("readmit", epilog="Example: gpuops run readmit gpu017")
 @click.argument("node")
 @click.argument("run", required=False)
-@click.option(
-    "--run-dir",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="The folder of the run, or the one that holds those of several runs.",
-)
+@run_dir_option
 @store_option
 @click.pass_context
 def readmit(

@@ -46,14 +46,17 @@ CONTROL_TIMEOUT_S = 3.0
 SCHEMA = "gpuops.run-status/1"
 
 
-@click.command("status", epilog="Example: gpuops run status")
-@click.argument("run", required=False)
-@click.option(
+run_dir_option = click.option(
     "--run-dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
     help="The folder of the run, or the one that holds those of several runs.",
 )
+
+
+@click.command("status", epilog="Example: gpuops run status")
+@click.argument("run", required=False)
+@run_dir_option
 @click.option("--watch/--once", "watch", default=None, help="Follow it; default on a terminal.")
 @store_option
 @json_option

@@ -44,9 +44,13 @@ def open_board():
 @pytest.fixture
 def url(etcd_url):
     """The address of an etcd without a key of these tests' run."""
-    everything = {"key": encoded(ROOT), "range_end": encoded(ROOT[:-1] + "0")}
-    post(etcd_url, "kv/deleterange", everything)
+    post(etcd_url, "kv/deleterange", of_the_run())
     return etcd_url
+
+
+def of_the_run():
+    """Return the range of all keys of these tests' run; other tests use the same etcd."""
+    return {"key": encoded(ROOT), "range_end": encoded(ROOT[:-1] + "0")}
 
 
 def encoded(text):
@@ -120,7 +124,7 @@ def test_a_run_that_was_cleaned_up_is_noticed_at_the_next_call(url, open_board):
 
     with pytest.raises(ControlStoreResetError, match="cleaned up"):
         other.get("control")
-    assert "kvs" not in post(url, "kv/range", {"key": encoded(ROOT), "range_end": encoded("h")})
+    assert "kvs" not in post(url, "kv/range", of_the_run())
     assert open_board(url).get("control") == NO_ENTRY
     assert one.get("control") == NO_ENTRY
     assert one.instance != known

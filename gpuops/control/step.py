@@ -152,7 +152,8 @@ class Observation:
             members=came[: policy.nodes_max] if members is None else members,
             live=self.live,
             excluded={n: why for n, why in self.record.excluded.items() if n not in failed},
-            suspected=self.record.suspected,
+            # Failed checks lead to no next generation, only to one without those nodes.
+            suspected={} if failed else self.record.suspected,
         )
 
 
@@ -346,33 +347,41 @@ def is_held_back(seen: Observation, timeouts: LeaderTimeouts) -> bool:
 
 
 def _while_forming(seen: Observation, policy: LeaderPolicy, by: str) -> Change | None:
+    is_held = is_held_back(seen, policy.timeouts)
+    roster = None if is_held else seen.candidate
+    forms = roster is not None and _is_complete(seen, roster, policy)
     reason = None
-    if _must_decide_failed_gates(seen, policy):
+    if seen.failed_gates and (forms or _must_decide_failed_gates(seen, policy)):
         decided = _decided(seen, policy, seen.failed_gates)
         if decided is None:
             return None
         if decided.decision.action is not RunAction.RESTART:
             return _deciding(seen, decided, by)
         reason = decided.decision.reason
-    if is_held_back(seen, policy.timeouts):
+    if is_held:
         return None
-    if seen.candidate is None:
+    if roster is None:
         return _stop_if_too_late(seen, policy, by)
-    if not _is_complete(seen, seen.candidate, policy):
-        return None
-    return FormRoster(seen.candidate, partial(run, seen=seen.record, by=by, reason=reason))
+    run_it = partial(run, seen=seen.record, by=by, reason=reason)
+    return FormRoster(roster, run_it) if forms else None
 
 
 def _must_decide_failed_gates(seen: Observation, policy: LeaderPolicy) -> bool:
-    """Say whether it is to be decided now if the run can do without nodes that failed their check.
+    """Say whether the run is over for want of the nodes that failed their check.
 
-    Before the first start others are waited for, which may take their place. A run of one agent
-    has nobody to decide for.
+    Before the first start, nodes that have not come may still take their place (they pull their
+    image), until the join timeout. Where even with them the run is too small, they get a last call:
+    one that comes later finds nobody. As long as no healthy node has come, nobody waits.
     """
-    if not seen.failed_gates or policy.n_agents == 1:
+    n_live, timeouts = len(seen.live), policy.timeouts
+    if policy.n_agents == 1 or trainable_count(n_live, policy.restart):
         return False
-    has_come = seen.roster is not None or seen.n_known >= policy.n_agents
-    return has_come or seen.phase_s >= policy.timeouts.first_call_s
+    n_coming = policy.n_agents - seen.n_known if seen.roster is None else 0
+    if n_coming <= 0 or seen.phase_s >= timeouts.join_timeout_s:
+        return True
+    if trainable_count(n_live + n_coming, policy.restart):
+        return False
+    return n_live > 0 and seen.phase_s >= timeouts.last_call_s
 
 
 def _is_complete(seen: Observation, candidate: Roster, policy: LeaderPolicy) -> bool:

@@ -90,19 +90,63 @@ def test_a_spare_takes_the_place_of_a_sick_node_or_the_job_starts_smaller(low, n
     assert decision.cause.kind is ReportKind.WORKERS_FAILED, "not what kept a node out"
 
 
-def test_a_spare_that_has_not_started_yet_is_waited_for():
-    world = sick(1, terms(2, 2), 2, spares=1)
-    world.pass_time(20)
+def decided_on_the_check(world, player=0):
+    """Say whether the run ended with the finding of the check as its cause."""
+    decision = world.players[player].link.record.decision
+    return (decision.rule, decision.cause.kind) == ("nodes.exhausted", ReportKind.GATE_FAILED)
+
+
+@pytest.mark.parametrize(("high", "spares"), [(2, 1), (3, 0)])
+def test_a_spare_or_last_node_that_has_not_started_yet_is_waited_for(high, spares):
+    """It may take minutes to pull its image."""
+    world = sick(1, terms(2, high), 2, spares=spares)
+    world.pass_time(300)
     assert world.players[0].exit_code is None
 
     world.players.append(Player(world, 2, order=2))
     assert world.run_until(lambda w: w.all_run(0, 2)) <= 5
+    assert world.players[0].link.record.reason.endswith("restart without n1")
 
 
-def test_a_spare_that_does_not_come_is_not_waited_for_for_long():
+def test_one_that_does_not_come_within_the_join_timeout_leaves_the_finding_as_the_cause():
     world = sick(1, terms(2, 2), 2, spares=1)
 
-    assert 29 < world.run_until(lambda w: w.players[0].exit_code == 85) < 33
+    assert 599 < world.run_until(lambda w: w.players[0].exit_code == 85, limit_s=700) < 603
+    assert decided_on_the_check(world)
+
+
+def test_nodes_that_would_still_be_too_few_are_not_waited_for():
+    """Two of three have come, one of them is sick, and all three are needed."""
+    world = sick(1, terms(3, 3), 2)
+
+    assert world.run_until(lambda w: w.players[0].exit_code == 85) <= 6
+    assert decided_on_the_check(world)
+
+
+def test_a_node_that_comes_after_a_sick_one_ends_at_once_with_its_finding():
+    world = sick(0, terms(2, 2), 1)
+    world.pass_time(60)
+
+    world.players.append(Player(world, 1, order=1))
+    assert world.run_until(lambda w: w.players[1].exit_code == 85) <= 5
+    assert decided_on_the_check(world, 1)
+
+
+def test_a_spare_that_never_came_is_not_waited_for_once_the_job_has_run():
+    world = started(2, 2, 2, spares=1, first_call_s=1.0, decide=by_the_table)
+    world.players[1].is_sick = True
+    world.players[0].fails = ReportKind.WORKERS_FAILED
+
+    assert world.run_until(lambda w: w.players[0].exit_code == 85) <= 5
+
+
+def test_a_suspected_node_that_stays_is_not_said_to_leave():
+    world = sick(1, terms(1, 4), 4)
+    suspect = {"n2": "slow"}
+    world.players[0].link.update_record(lambda now: replace(now, suspected=suspect))
+
+    world.run_until(lambda w: w.all_run(0, 3))
+    assert world.players[0].link.record.reason.endswith("; restart without n1")
 
 
 def generations_on_board(world):

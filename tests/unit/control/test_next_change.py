@@ -264,6 +264,27 @@ def test_the_first_roster_waits_for_all_or_for_the_first_call(changes, restart, 
     assert isinstance(change, FormRoster) == forms
 
 
+@pytest.mark.parametrize(
+    ("live", "phase_s", "is_asked"),
+    [((), 599.0, False), (("n1",), 4.9, False), (("n1",), 5.0, True), ((), 600.0, True)],
+)
+def test_a_failed_check_is_decided_once_the_nodes_that_it_concerns_may_hear_of_it(
+    live, phase_s, is_asked
+):
+    """Of three nodes that are all needed one is sick, and the third has not come."""
+    asked = []
+    seen = observed(
+        RunPhase.RENDEZVOUS,
+        record=record(RunPhase.RENDEZVOUS, generation=0, excluded={"n2": "sick"}),
+        roster=None,
+        live=live,
+        phase_s=phase_s,
+        failed_gates=(report(ReportKind.GATE_FAILED, 2),),
+    )
+    next_change(seen, policy(lambda *_: asked.append(1), nodes_min=3, nodes_max=3), "n2")
+    assert bool(asked) == is_asked
+
+
 def test_too_few_for_a_run_that_must_be_full_name_the_full_number():
     seen = observed(RunPhase.RENDEZVOUS, phase_s=600.0, live=("n1",))
     change = change_of(seen, on_exhausted=OnExhausted.REQUEUE)

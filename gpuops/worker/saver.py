@@ -26,6 +26,7 @@ RETRY_S_MIN, RETRY_S_MAX = 30.0, 600.0
 SEARCH_S_MIN, SEARCH_S_MAX = 0.5, 30.0
 POLL_S = 0.1
 FINAL_SAVE_S = 60.0  # a keeper that hangs has been replaced by then
+N_TORN_MAX = 2  # copies beside the training that were torn; a third is not tried
 N_RESERVED_WARN = 3  # consecutive saves without memory of their layout; a few are harmless
 _N_STALLS = 64
 _N_SHOWN = 3
@@ -69,6 +70,7 @@ class CheckpointSaver:
         self._copier: SlotCopier | None = None
         self._pending: PendingCopy | None = None
         self._lease: Lease | None = None
+        self._n_torn = 0
         self._retry_at_s: float | None = None
         self._retry_s = RETRY_S_MIN
         self._warned: set[str] = set()
@@ -76,6 +78,7 @@ class CheckpointSaver:
         self._stalls_s: deque[float] = deque(maxlen=_N_STALLS)
         self._n_saved = 0
         self.last_step: int | None = None
+        self._step_before: int | None = None
 
     def set_annotations(self, values: Callable[[], Mapping[str, object]]) -> None:
         """Have plain *values* saved with each state; they are not restored."""
@@ -122,6 +125,7 @@ class CheckpointSaver:
 
         *overlap*: `wait_before_step` is called before the next step of each optimizer.
         """
+        overlap = overlap and self._n_torn < N_TORN_MAX
         if not self._is_on():
             return False
         if self._pending is not None:
@@ -182,10 +186,8 @@ class CheckpointSaver:
     def wait_before_step(self) -> None:
         """Make the next optimizer step wait for the copy in progress."""
         if self._pending is not None:
-            if self._pending.is_done():
-                self._complete()
-            else:
-                self._pending.wait_before_step()
+            self._pending.wait_before_step()
+            self.poll()
 
     def close(self) -> None:
         """Wait for the copy in progress, report it as written, and release the memory."""
@@ -275,15 +277,39 @@ class CheckpointSaver:
         except Exception:  # boundary: after any error the lease is returned
             keeper.abandon(lease)
             raise
-        self._lease, self.last_step = lease, lease.state.step
+        self._lease, self._step_before, self.last_step = lease, self.last_step, lease.state.step
         self._n_reserved_in_row = 0
         if self._pending.is_done():
             self._complete()
 
     def _complete(self) -> None:
-        lease, self._pending, self._lease = self._lease, None, None
+        pending, lease, self._pending, self._lease = self._pending, self._lease, None, None
+        assert pending is not None
         assert lease is not None
-        self._run_guarded(lambda keeper: self._mark_written(keeper, lease))
+        if written := pending.written():
+            self._void(lease, written)
+        else:
+            self._run_guarded(lambda keeper: self._mark_written(keeper, lease))
+
+    def _void(self, lease: Lease, written: Sequence[str]) -> None:
+        """Give up a copy of tensors that were *written* meanwhile."""
+        self._run_guarded(lambda keeper: keeper.abandon(lease))
+        self._skip("tensors were written while they were copied")
+        self.last_step = self._step_before
+        self._n_torn += 1
+        later = (
+            "the next copies are made while the training waits for them"
+            if self._n_torn == N_TORN_MAX
+            else "write before step(), or in the optimizer's step"
+        )
+        _log.warning(
+            "the state after step %d is not saved: %s changed while it was copied, before the next "
+            "step of an optimizer (max_norm, clamping, train() of an optimizer, merged adapters); "
+            "%s",
+            lease.state.step,
+            _some_names(written),
+            later,
+        )
 
     def _mark_written(self, keeper: RankKeeperClient, lease: Lease) -> None:
         keeper.mark_written(lease)
@@ -382,8 +408,12 @@ def _changed_tensors(old: CopyPlan, new: CopyPlan) -> str:
     """Return the names of a few tensors that made another layout necessary."""
     known, wanted = ({tensor.spec for tensor in plan.layout.tensors} for plan in (old, new))
     names = sorted({spec.name for spec in known ^ wanted})
+    return _some_names(names) if names else "the values that are not tensors grew"
+
+
+def _some_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _N_SHOWN} more" if len(names) > _N_SHOWN else ""
-    return ", ".join(names[:_N_SHOWN]) + more if names else "the values that are not tensors grew"
+    return ", ".join(names[:_N_SHOWN]) + more
 
 
 def _error_text(exc: Exception) -> str:

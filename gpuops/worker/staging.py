@@ -41,13 +41,14 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 class CapturedState:
     """The tensors to copy into a slot of *layout*.
 
-    ``tensors`` are this rank's parts, in the order of ``plan.names``; those of ``plan.fenced`` are
-    changed by the optimizers alone.
+    ``tensors`` are this rank's parts of ``given``, in the order of ``plan.names``; those of
+    ``plan.optimizer_owned`` are changed by the optimizers alone, unless the script does it.
     """
 
     plan: "CopyPlan"
     tensors: Sequence[torch.Tensor]
     metadata_blob: bytes
+    given: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,9 +99,8 @@ class StateCapturer:
         if not self._matches_plan(readings, tensors) or not self._fits_metadata(metadata_blob):
             self._make_plan(readings, tensors, len(metadata_blob))
         assert self._plan is not None
-        if self._needs_local:
-            tensors = [local_tensor(tensor) for tensor in tensors]
-        return CapturedState(self._plan, tensors, metadata_blob)
+        parts = [local_tensor(tensor) for tensor in tensors] if self._needs_local else tensors
+        return CapturedState(self._plan, parts, metadata_blob, tensors)
 
     def _encode_metadata(self, step: int, readings: Sequence[AdapterSnapshot]) -> bytes:
         encoder = StateEncoder(allow_pickle=self._allow_pickle)
@@ -163,7 +163,7 @@ class StateCapturer:
         self._plan = CopyPlan(
             layout,
             names,
-            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
+            first_cuda_device(tensors),
             tuple(i for i, is_fenced in enumerate(owned_flags) if is_fenced),
             tuple(i for i, is_fenced in enumerate(owned_flags) if not is_fenced),
         )
@@ -197,6 +197,11 @@ class StateCapturer:
         return owned_flags
 
 
+def first_cuda_device(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the GPU of the first of *tensors* that is on one, None where all are on the host."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+
+
 def _first_devices(readings: Sequence[AdapterSnapshot]) -> list[object]:
     """Return where the parts are; a part is moved as a whole."""
     return [reading.tensors[0].device if reading.tensors else None for reading in readings]
@@ -211,13 +216,28 @@ def _placements_of(tensors: Sequence[torch.Tensor]) -> list[object]:
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
 
 
-@dataclass(slots=True)
 class PendingCopy:
-    """A copy that a device may still be making; ``sources`` are kept alive for it."""
+    """A copy that a device may still be making.
 
-    event: Any
-    device: torch.device | None
-    sources: Sequence[torch.Tensor]
+    *sources* are the tensors that are copied beside the training, by name, each with the DTensor
+    whose part it is, if it is one. They share their memory with the parameters and keep it, also
+    where a parameter is given other memory meanwhile; so do *kept*, copied in turn with the
+    training.
+    """
+
+    def __init__(
+        self,
+        event: Any = None,  # noqa: ANN401 torch's
+        device: torch.device | None = None,
+        sources: Sequence[tuple[str, Sequence[torch.Tensor]]] = (),
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.event = event
+        self._device = device
+        self._sources = sources
+        self._kept = kept
+        self._versions = _versions(sources)
+        self._written: list[str] | None = None
 
     def is_done(self) -> bool:
         """Return whether the copy is complete; never waits."""
@@ -230,8 +250,27 @@ class PendingCopy:
 
     def wait_before_step(self) -> None:
         """Make later work on the current stream wait for the copy."""
+        self._written = self.written()
         if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def written(self) -> list[str]:
+        """Return the tensors that were written before `wait_before_step`, so that the copy is torn.
+
+        torch counts each write in the tensor's version, except through ``.data``, by a fused or
+        foreach kernel on a DTensor, and in a CUDA graph.
+        """
+        if self._written is not None:
+            return self._written
+        pairs = zip(self._sources, self._versions, _versions(self._sources), strict=True)
+        return [name for (name, _), before, now in pairs if before != now]
+
+
+def _versions(sources: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> list[int]:
+    return [
+        sum(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001 documented
+        for _, tensors in sources
+    ]
 
 
 class SlotCopier:
@@ -262,7 +301,7 @@ class SlotCopier:
         device = self.plan.device
         if device is None:
             _copy(views, capture.tensors)
-            return PendingCopy(None, None, ())
+            return PendingCopy()
         return self._start_on(device, views, capture, overlap=overlap)
 
     def close(self) -> None:
@@ -315,7 +354,14 @@ class SlotCopier:
             done.record(self._stream)
         # On the host, or on another device of this process: synchronously.
         _copy(_select(views, elsewhere), _select(tensors, elsewhere))
-        return PendingCopy(done, device, [tensors[i] for i in (*optimizer_owned, *others)])
+        sources = [_source(capture, i) for i in optimizer_owned]
+        return PendingCopy(done, device, sources, [tensors[i].detach() for i in others])
+
+
+def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:
+    """Return a source of `PendingCopy`: tensor *i* of *capture*."""
+    part, given = capture.tensors[i].detach(), capture.given[i]
+    return capture.plan.names[i], (part, given) if is_dtensor(given) else (part,)
 
 
 class PinnedBuffer:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gpuops.worker import staging
+
 
 @dataclass(eq=False)
 class Work:
@@ -13,6 +15,7 @@ class Work:
     name: str
     stream: "FakeStream"
     after: frozenset["Work"]
+    is_done: bool = False
 
 
 @dataclass(eq=False)
@@ -36,6 +39,13 @@ class FakeEvent:
 
     def record(self, stream):
         self.known = frozenset(stream.known)
+
+    def query(self):
+        return all(work.is_done for work in self.known)
+
+    def synchronize(self):
+        for work in self.known:
+            work.is_done = True
 
 
 class FakeRuntime:
@@ -76,6 +86,15 @@ class FakeCuda:
             return copy(targets, sources, **options)
 
         monkeypatch.setattr(torch, "_foreach_copy_", recorded)
+
+    def hold_tensors(self, monkeypatch):
+        """Have the tensors on the host be those of a device."""
+        monkeypatch.setattr(staging, "first_cuda_device", lambda _tensors: torch.device("cpu"))
+
+    def catch_up(self):
+        """Have the device do all that was launched."""
+        for work in self.works:
+            work.is_done = True
 
     def launch(self, name):
         """Put a work called *name* on the current stream; return it."""

@@ -23,6 +23,7 @@ from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.heartbeat import Heartbeat
 from gpuops.worker.schedule import DEFAULT_RESTORE_S, WARMUP_STEPS
+from gpuops.worker.staging import PendingCopy
 
 
 def checkpointer(node, **given):
@@ -961,7 +962,7 @@ def test_wrong_arguments_are_errors_at_once(node, given, message):
         Checkpointer(**given, keeper=node.connect())
 
 
-class Slow:
+class Slow(PendingCopy):
     """A copy that a device is still making."""
 
     def is_done(self):

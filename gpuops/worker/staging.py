@@ -6,8 +6,8 @@ device; other tensors (buffers, averages) are copied on the computing stream, be
 work on it. The host waits for neither.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -342,20 +342,33 @@ class SlotCopier:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
             self._stream.wait_stream(computing)
-            with torch.cuda.stream(self._stream):
-                _copy(
-                    _select(views, optimizer_owned),
-                    _select(tensors, optimizer_owned),
-                    non_blocking=True,
-                )
-            _copy(_select(views, others), _select(tensors, others), non_blocking=True)
-            self._stream.wait_stream(computing)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        # On the host, or on another device of this process: synchronously.
-        _copy(_select(views, elsewhere), _select(tensors, elsewhere))
+            with _drained_on_error(self._stream, computing):
+                with torch.cuda.stream(self._stream):
+                    _copy(
+                        _select(views, optimizer_owned),
+                        _select(tensors, optimizer_owned),
+                        non_blocking=True,
+                    )
+                _copy(_select(views, others), _select(tensors, others), non_blocking=True)
+                self._stream.wait_stream(computing)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+                # On the host, or on another device of this process: synchronously.
+                _copy(_select(views, elsewhere), _select(tensors, elsewhere))
         sources = [_source(capture, i) for i in optimizer_owned]
         return PendingCopy(done, device, sources, [tensors[i].detach() for i in others])
+
+
+@contextmanager
+def _drained_on_error(*streams: Any) -> Iterator[None]:  # noqa: ANN401 torch's
+    """After an error, wait for what *streams* still copy into memory that is then given back."""
+    try:
+        yield
+    except BaseException:  # boundary: raised again
+        for stream in streams:
+            with suppress(RuntimeError):  # a device that failed copies nothing any more
+                stream.synchronize()
+        raise
 
 
 def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:

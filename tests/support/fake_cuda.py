@@ -30,6 +30,10 @@ class FakeStream:
     def wait_event(self, event):
         self.known |= event.known
 
+    def synchronize(self):
+        for work in self.known:
+            work.is_done = True
+
 
 @dataclass(eq=False)
 class FakeEvent:

@@ -75,6 +75,21 @@ def test_a_copy_is_done_when_each_part_of_it_is(cuda, copier, overlap):
     assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= pending.event.known
 
 
+def test_copies_that_were_begun_are_awaited_where_another_one_fails(cuda, copier, monkeypatch):
+    launch = cuda.launch
+
+    def failing(name):
+        if name == f"copy {AVERAGE.data_ptr()}":
+            raise RuntimeError("out of memory")
+        return launch(name)
+
+    monkeypatch.setattr(cuda, "launch", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier(overlap=True)
+
+    assert cuda.copy_of(WEIGHT).is_done
+
+
 def test_memory_that_cannot_be_pinned_is_reported_and_leaves_no_error_behind(cuda, monkeypatch):
     warnings, launched = [], []
     zeros = torch.zeros

@@ -36,6 +36,7 @@ from gpuops.worker.keeper_finder import (
     process_group_store,
     resolve_directory,
 )
+from gpuops.worker.optimizer_hook import only_makes_state
 from gpuops.worker.ranks import RankContext, detect_ranks, has_process_group
 from gpuops.worker.restore import (
     DirectoryStateSource,
@@ -397,7 +398,10 @@ class Checkpointer:
         if _is_capturing_graph():
             self._last_step.on_graph_capture()
             return
-        self._last_step.on_optimizer_step(optimizer)
+        if only_makes_state(optimizer):
+            self._last_step.on_state_made(optimizer)
+        else:
+            self._last_step.on_optimizer_step(optimizer)
         if self._saver is None:
             return
         try:

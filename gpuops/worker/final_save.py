@@ -53,6 +53,13 @@ class LastStepTracker:
         if id(optimizer) not in self._watched:
             self._watched[id(optimizer)] = _watched_parameters(optimizer)
 
+    def on_state_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that *optimizer* is about to make a step that only creates its state.
+
+        It changes no parameter, but increments the versions.
+        """
+        self._versions.pop(id(optimizer), None)
+
     def on_graph_capture(self) -> None:
         """Record that a step of an optimizer becomes a CUDA graph."""
         self._may_be_unobserved = True

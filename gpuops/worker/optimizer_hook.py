@@ -142,7 +142,7 @@ _FRAMES_MAX = 16  # wrappers of ``step()``: torch's own, a scheduler's, a contai
 
 
 def only_makes_state(optimizer: Any) -> bool:  # noqa: ANN401
-    """Return whether the step that ends now is no training: it only creates the optimizer's state.
+    """Return whether the step whose hook calls this only creates the optimizer's state.
 
     Before they save or load, the functions of `torch.distributed.checkpoint.state_dict` make one
     step with gradients and a learning rate of 0 (``_init_optim_state``). A warm-up may begin with

@@ -3,6 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.final_save import LastStepTracker
@@ -13,10 +17,10 @@ LAST = 23
 class Pair:
     """Two models that are trained beside each other, or in turns."""
 
-    def __init__(self):
+    def __init__(self, momentum=0.9):
         self.models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
         self.optimizers = {
-            name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
             for name, model in self.models.items()
         }
 
@@ -114,6 +118,35 @@ def test_a_step_after_the_last_that_was_told_of_is_said(pair, begin, is_last, mi
 
     assert not is_last(pair)
     assert ["an optimizer has stepped since" in text for text in missed()] == [True]
+
+
+def save_and_load_with_torch(pair, name):
+    """Before it does so torch makes a step of an optimizer without state: with a rate of 0."""
+    model, optimizer = pair.models[name], pair.optimizers[name]
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+
+
+@pytest.mark.parametrize("each", [1, 5])
+@pytest.mark.parametrize("after", [LAST - 1, LAST])
+def test_the_step_with_which_torch_makes_an_optimizers_state_is_none(
+    begin, node, missed, each, after
+):
+    pair = Pair(momentum=0)
+    with begin(**pair.given()) as ck:
+        for n in range(1, LAST + 1):
+            pair.step("d")
+            if n % each == 0:
+                pair.step("g")
+            ck.step(n)
+            if n == after:
+                save_and_load_with_torch(pair, "g")
+
+    other = Pair(momentum=0)
+    with Checkpointer(**other.given(), keeper=node.connect()) as ck:
+        assert ck.restore() == LAST
+    assert all(map(torch.equal, other.weights(), pair.weights()))
+    assert not missed()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")

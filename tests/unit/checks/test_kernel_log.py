@@ -192,7 +192,7 @@ def test_an_ordinary_log_passes():
             "mce: [Hardware Error]: Machine check events logged",
             "machine_check",
             "warn",
-            "host_hw.dimm",
+            "host_hw.cpu",
         ),
         (
             "BUG: unable to handle page fault for address: ffff",

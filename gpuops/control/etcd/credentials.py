@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 from base64 import encodebytes
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpuops.config.resolve import environ
@@ -21,12 +22,28 @@ _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 # RFC 5915: a sequence of version 1, the 32 bytes of the private key, the curve P-256.
 _KEY_HEAD = bytes.fromhex("30310201010420")
 _KEY_TAIL = bytes.fromhex("a00a06082a8648ce3d030107")
-_CONFIG = """\
+# Variables, since the path of a folder may hold what openssl expands.
+_FOLDER, _NAME, _ADDRESS = "gpuops_folder", "gpuops_name", "gpuops_address"
+# Valid whatever the clock of a host shows: what protects is the token.
+_CONFIG = f"""\
 [req]
 distinguished_name = name
 prompt = no
 [name]
-CN = gpuops {name}
+CN = gpuops $ENV::{_NAME}
+[ca]
+default_ca = signer
+[signer]
+database = $ENV::{_FOLDER}/index
+new_certs_dir = $ENV::{_FOLDER}
+rand_serial = yes
+unique_subject = no
+default_md = sha256
+default_startdate = 000101000000Z
+default_enddate = 491231235959Z
+policy = policy
+[policy]
+commonName = supplied
 [authority]
 basicConstraints = critical,CA:TRUE
 subjectKeyIdentifier = hash
@@ -34,7 +51,7 @@ subjectKeyIdentifier = hash
 basicConstraints = critical,CA:FALSE
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
-subjectAltName = IP:{address}
+subjectAltName = IP:$ENV::{_ADDRESS}
 """
 
 
@@ -57,32 +74,28 @@ def write_credentials(folder: Path, token: str, address: str) -> dict[str, str]:
     if openssl is None:
         raise ControlStoreError("openssl is not installed: it makes the certificates of etcd")
     files = {name: str(folder / f"{name}.pem") for name in ("cacert", "cert", "key")}
+    config, request = folder / "openssl.cnf", str(folder / "request.pem")
     try:
         with os.fdopen(os.open(files["key"], os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             file.write(private_key(token))
-        configs = {}
-        for name in ("authority", "node"):
-            configs[name] = str(folder / f"{name}.cnf")
-            text = _CONFIG.format(name=name, address=address)
-            Path(configs[name]).write_text(text, encoding="ascii")
+        config.write_text(_CONFIG, encoding="ascii")
+        (folder / "index").touch()
     except OSError as exc:
         raise ControlStoreError(f"cannot write the certificates of etcd: {exc}") from exc
-    request = str(folder / "request.pem")
-    key, days = ["-key", files["key"]], ["-days", "3650", "-sha256"]
-    authority = ["-config", configs["authority"], "-extensions", "authority"]
-    signer = ["-CA", files["cacert"], "-CAkey", files["key"], "-set_serial", "1"]
-    extensions = ["-extfile", configs["node"], "-extensions", "node"]
-    for arguments in (
-        ["req", "-x509", "-new", *key, *days, *authority, "-out", files["cacert"]],
-        ["req", "-new", *key, "-config", configs["node"], "-out", request],
-        ["x509", "-req", "-in", request, *signer, *days, *extensions, "-out", files["cert"]],
+    for name, issuer, out in (
+        ("authority", ["-selfsign"], files["cacert"]),
+        ("node", ["-cert", files["cacert"]], files["cert"]),
     ):
-        _run([openssl, *arguments])
+        env = {**environ(), _FOLDER: str(folder), _NAME: name, _ADDRESS: address}
+        with_config = ["-config", str(config)]
+        _run([openssl, "req", "-new", "-key", files["key"], *with_config, "-out", request], env)
+        sign = ["ca", "-batch", "-notext", *issuer, "-keyfile", files["key"], *with_config]
+        _run([openssl, *sign, "-extensions", name, "-in", request, "-out", out], env)
     return files
 
 
-def _run(command: list[str]) -> None:
-    end = run_bounded(command, environ(), OPENSSL_TIMEOUT_S, lambda: False)
+def _run(command: list[str], env: Mapping[str, str]) -> None:
+    end = run_bounded(command, env, OPENSSL_TIMEOUT_S, lambda: False)
     if end is None or end.exit_code != 0:
         text = "" if end is None else end.errors.decode(errors="replace")
         last = (text.strip().splitlines() or ["no message"])[-1]

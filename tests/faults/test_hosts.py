@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import combinations
 
 import pytest
 from support.hosts import Hosts, remove, run_ip, sweep
@@ -25,6 +28,21 @@ import socket, sys
 socket.create_connection((sys.argv[1], 4321), timeout=float(sys.argv[2])).recv(5)
 """
 
+PRINT_UDP_CODE = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("0.0.0.0", 4321))
+print("ready", flush=True)
+while True:
+    print(server.recv(100).decode(), flush=True)
+"""
+PRINT_UDP = [sys.executable, "-c", PRINT_UDP_CODE]
+SEND_UDP = """
+import socket, sys
+address, text = sys.argv[1:]
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(text.encode(), (address, 4321))
+"""
+
 
 @pytest.fixture
 def hosts(tmp_path):
@@ -34,6 +52,25 @@ def hosts(tmp_path):
 
 def can_reach(one, other, limit_s):
     return one.run(sys.executable, "-c", CALL, other.address, str(limit_s)).returncode == 0
+
+
+def reached(hosts, limit_s):
+    """Return which hosts reach which, by name."""
+    pairs = list(combinations(hosts, 2))
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        found = pool.map(lambda pair: can_reach(*pair, limit_s), pairs)
+        return {
+            (one.name, other.name) for (one, other), yes in zip(pairs, found, strict=True) if yes
+        }
+
+
+def end(hosts):
+    for host in hosts:
+        host.kill_all()
+
+
+def send(one, other, text):
+    assert one.run(sys.executable, "-c", SEND_UDP, other.address, text).returncode == 0
 
 
 def listening(host):
@@ -52,6 +89,38 @@ def test_hosts_reach_each_other_until_a_cable_is_pulled(hosts):
         hosts[1].heal()
         wait_until(lambda: can_reach(hosts[0], hosts[1], 1), 20)
         hosts[1].kill_all()
+
+
+def test_hosts_of_one_group_reach_each_other_alone(tmp_path):
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(4, tmp_path))
+        for host in hosts:
+            stack.enter_context(listening(host))
+
+        hosts.partition(hosts[:2], hosts[2:3])  # the last one is in no group
+        wait_until(lambda: reached(hosts, 1) == {("n0", "n1")}, 60)
+        hosts.partition([hosts[0], hosts[3]], hosts[1:3])
+        wait_until(lambda: reached(hosts, 1) == {("n0", "n3"), ("n1", "n2")}, 60)
+        hosts.heal()
+        wait_until(lambda: len(reached(hosts, 1)) == 6, 60)
+        end(hosts)
+
+
+def test_what_one_host_sends_is_lost_and_what_it_is_sent_arrives(hosts):
+    with (
+        hosts[0].popen(PRINT_UDP, stdout=subprocess.PIPE) as one,
+        hosts[1].popen(PRINT_UDP, stdout=subprocess.PIPE) as other,
+    ):
+        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
+        hosts.lose(hosts[0], hosts[1])
+        send(hosts[0], hosts[1], "lost")
+        send(hosts[1], hosts[0], "back")
+        assert one.stdout.readline() == b"back\n"
+
+        hosts.heal()
+        send(hosts[0], hosts[1], "healed")
+        assert other.stdout.readline() == b"healed\n"
+        end(hosts)
 
 
 def test_a_host_reaches_the_machine_around_it(hosts):

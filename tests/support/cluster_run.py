@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from support.ledger import problems, read_lines
+from gpuops.errors import EXIT_REQUEUE
+from support.ledger import in_one_row, problems, read_lines
 from support.runs import JOBS, is_alive, wait_until, whole_lines
 
 LIMIT_S = 120.0
@@ -111,6 +112,13 @@ class ClusterRun:
             started.append(Agent(host, number, process, out))
         self.agents += started
         return started
+
+    def requeue(self):
+        """Start an agent again wherever one has ended with 85; return these hosts."""
+        ended = [host for host in self.hosts if self.agent(host).code == EXIT_REQUEUE]
+        if ended:
+            self.start(*ended)
+        return ended
 
     def command(self, host, flags):
         """Return the launcher's command line on *host*, as far as the script."""
@@ -257,7 +265,7 @@ class ClusterRun:
 
         *steps* is how many there were to be; None: as many as the last generation came to.
         """
-        lines = self.lines()
+        lines = in_one_row(self.lines())
         newest = max((line.generation for line in lines if line.what == "step"), default=0)
         # One that was told that it is enough may end before an earlier one had.
         made = (x.number for x in lines if x.what == "step" and x.generation == newest)

@@ -22,6 +22,7 @@ from gpuops.host.procfs import process
 from support.services import unavailable
 from support.warm_python import warm_popen
 
+NOBODY = "02:00:00:00:00:00"  # the hardware address of no host
 PREFIX = "gob"  # names of links have at most 15 characters
 SUBNETS = 4096
 END_S = 60  # one that syncs to a busy disk takes SIGKILL after that
@@ -220,6 +221,7 @@ class Hosts(Several):
         self.bridge, self.subnet = _claim_bridge()
         self.address = f"{self.subnet}.1"  # of the machine around them
         self.hosts = []
+        self._lost = []  # who cannot send to whom
         try:
             run_ip("addr", "add", f"{self.address}/24", "dev", self.bridge)
             run_ip("link", "set", "dev", self.bridge, "up")
@@ -242,10 +244,35 @@ class Hosts(Several):
         run_ip("-n", namespace, "link", "set", "dev", "eth0", "up")
         return Host(name=name, address=address, folder=folder, namespace=namespace, link=link)
 
+    def partition(self, *groups):
+        """Let hosts reach those of their own group alone; one in no group reaches nobody."""
+        self.heal()
+        group_of = {host.name: number for number, group in enumerate(groups) for host in group}
+        for one in self.hosts:
+            for other in self.hosts:
+                own = group_of.get(one.name)
+                if one is not other and (own is None or own != group_of.get(other.name)):
+                    self.lose(one, other)
+
+    def lose(self, one, other):
+        """Let nothing that *one* sends reach *other*, until `heal`."""
+        _neighbour(one, "replace", other, "lladdr", NOBODY, "nud", "permanent")
+        self._lost.append((one, other))
+
+    def heal(self):
+        """Let all hosts reach each other again."""
+        while self._lost:
+            one, other = self._lost.pop()
+            _neighbour(one, "delete", other)
+
     def close(self):
         """End everything that runs on them and remove them."""
         super().close()
         remove(self.bridge)
+
+
+def _neighbour(one, act, other, *words):
+    run_ip("-n", one.namespace, "neigh", act, other.address, *words, "dev", "eth0")
 
 
 class Loopbacks(Several):

@@ -1,17 +1,17 @@
 """What a job really trained, from the lines its ranks wrote, and whether that makes sense.
 
 A run with restarts is right if every step was trained exactly once, or redone from a recorded
-point, and if no two generations trained at the same time.
+point, and if no two generations trained at the same time. So is a job that was requeued.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a job's diary; ``number`` is the step."""
+    """One line of a job's diary; ``number`` is the step, ``run`` the name of the run's folder."""
 
     what: str
     generation: int
@@ -19,6 +19,7 @@ class Line:
     number: int
     mono_ns: int
     pid: int
+    run: str = ""
 
 
 def read_lines(path):
@@ -28,8 +29,19 @@ def read_lines(path):
         return []
     text = path.read_text().rpartition("\n")[0]
     lines = [line.split() for line in text.splitlines()]
-    found = [Line(words[0], *map(int, words[1:])) for words in lines if len(words) == 6]
+    found = [
+        Line(words[0], *map(int, words[1:6]), *words[6:]) for words in lines if len(words) in {6, 7}
+    ]
     return sorted(found, key=lambda line: line.mono_ns)
+
+
+def in_one_row(lines):
+    """Return *lines* with the generations of later runs after those of earlier ones."""
+    runs = list(dict.fromkeys(line.run for line in lines))
+    found = sorted({(runs.index(line.run), line.generation) for line in lines})
+    if len(runs) < 2:
+        return lines
+    return [replace(x, generation=found.index((runs.index(x.run), x.generation))) for x in lines]
 
 
 def problems(lines, steps):

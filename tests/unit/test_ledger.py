@@ -1,9 +1,10 @@
 """The ledger of the soak finds what it is there to find."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
-from support.ledger import Line, problems, read_lines, redone
+from support.ledger import Line, in_one_row, problems, read_lines, redone
 
 GOOD = """
 load 0 0 0, load 0 1 0, step 0 0 1, step 0 1 1, step 0 0 2, step 0 1 2, save 0 0 2, step 0 0 3,
@@ -52,3 +53,16 @@ def test_half_a_line_is_no_line(tmp_path):
 
     assert read_lines(path) == [Line("save", 0, 0, 2, 20, 98), Line("step", 0, 1, 2, 30, 99)]
     assert read_lines(tmp_path / "none") == []
+
+
+def test_the_generations_of_a_requeued_job_follow_those_of_its_first_run():
+    first, again = diary(GOOD), diary("load 0 0 4, step 0 0 5, load 1 0 4, step 1 0 5")
+    later = [replace(line, run="b", mono_ns=line.mono_ns + 100 * 10**9) for line in again]
+
+    row = in_one_row([*first, *later])
+
+    assert [line.generation for line in row[-4:]] == [2, 2, 3, 3]
+    assert problems(row, 5) == []
+    early = [replace(line, mono_ns=first[-3].mono_ns) for line in later[:2]]
+    found = problems(in_one_row([*first, *early]), 4)
+    assert any("generation 1 trains on 1.000 s into a later" in problem for problem in found)

@@ -179,13 +179,17 @@ class QuorumStorm(Storm):
 
     def freeze_member(self):
         """One etcd stands still."""
-        host, pid = self.rng.choice(self.members())
+        if not (members := self.members()):
+            return None, "nobody"
+        host, pid = self.rng.choice(members)
         os.kill(pid, signal.SIGSTOP)
         return lambda: signal_if_there(pid, signal.SIGCONT), host.name
 
     def kill_member(self):
         """One etcd is killed, as the OOM killer does."""
-        host, pid = self.rng.choice(self.members())
+        if not (members := self.members()):
+            return None, "nobody"
+        host, pid = self.rng.choice(members)
         os.kill(pid, signal.SIGKILL)
         return None, host.name
 

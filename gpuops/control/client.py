@@ -12,6 +12,7 @@ from gpuops.control.record import (
     ControlRecord,
     Member,
     RecordView,
+    Roster,
     pack,
     read_own_record,
 )
@@ -58,6 +59,7 @@ class ControlClient:
         self.fence_timeout_s = fence_timeout_s
         self.is_fenced = False
         self.round_trip_s = 0.0
+        self.roster: Roster | None = None  # the newest that `read_roster` returned
         self._clock = clock
         self._on_record_change = on_record_change
         self._view = view
@@ -68,6 +70,16 @@ class ControlClient:
         self._record_lock = threading.Lock()
         self._number = 0
         self._reset_error: ControlStoreResetError | None = None
+
+    def read_roster(self, generation: int) -> Roster:
+        """Return the roster of *generation*, which has workers or had them.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+            RecordError: There is none, or it cannot be read.
+        """
+        self.roster = Roster.from_bytes(self.store.get(self.keys.roster(generation)).value)
+        return self.roster
 
     @property
     def view(self) -> RecordView:

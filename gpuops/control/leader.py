@@ -205,6 +205,8 @@ class Leader:
         if record.phase is RunPhase.STOP:
             self.is_leader = False
             return
+        # Else it would have its place by order of arrival, perhaps far back, until it refreshes.
+        self._membership.add_roster(self._client.roster)
         if not self._is_refresh_due(record, now_ns):
             return
         self._membership.refresh(record, now_ns)

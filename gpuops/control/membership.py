@@ -229,10 +229,15 @@ class MembershipView:
                 store.get(keys.roster(generation)), is_current=generation == record.generation
             )
             if roster is not None:
-                self.roster = roster
-                self._members = succession_of(roster.members)
+                self.add_roster(roster)
                 return
             generation -= 1  # a generation that was given up before it had a roster
+
+    def add_roster(self, roster: Roster | None) -> None:
+        """Take in a roster by which workers run, unless a newer one is known."""
+        if roster and (self.roster is None or self.roster.generation < roster.generation):
+            self.roster = roster
+            self._members = succession_of(roster.members)
 
     def refreshed_within(self, seconds: float, now_ns: int) -> bool:
         """Say whether the last refresh is less than *seconds* ago."""

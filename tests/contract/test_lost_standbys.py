@@ -41,3 +41,22 @@ def test_the_others_go_on_within_30_s(boards, which):
         return {p.running for p in w.players if not p.is_dead} == {1}
 
     assert world.run_until(goes_on, limit_s=120.0) < 30.0
+
+
+def test_who_leads_next_knows_it_as_soon_as_workers_run_though_it_came_late():
+    """By order of arrival it is too far back to watch the others."""
+    policy = RestartPolicy(nodes_min=1, nodes_max=N_NODES, restarts_max=9)
+    world = World(policy, 0, first_call_s=0.0)
+    for number in range(N_NODES):
+        # Once the first eight ranks are lost rank 9 leads, which comes as the eighteenth.
+        world.players.append(world.player(number, order=(number - 8) % N_NODES))
+    world.run_until(lambda w: w.all_run(0, N_NODES))
+    assert world.players[17].rank == 9
+    for player in world.players[8:16]:
+        assert player.rank < 8
+        player.is_killed()
+
+    def goes_on(w):
+        return {p.running for p in w.players if not p.is_dead} == {1}
+
+    assert world.run_until(goes_on) < 8.0

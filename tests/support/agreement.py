@@ -14,7 +14,7 @@ from gpuops.control.join import join
 from gpuops.control.leader import Leader
 from gpuops.control.membership import request_drain
 from gpuops.control.memory import MemoryControlStore
-from gpuops.control.record import ControlRecord, Member, Roster, RunPhase, pack
+from gpuops.control.record import ControlRecord, Member, RunPhase, pack
 from gpuops.control.step import LeaderPolicy, LeaderTimeouts
 from gpuops.control.store import (
     CLOSED_DEAD_S,
@@ -277,8 +277,7 @@ class Player:
                 self.link.store.put(key, pack({**self.me.to_json(), **self.join_payload()}))
                 self.ready_entries = record.generation
         elif record.phase is not RunPhase.RENDEZVOUS:
-            entry = self.link.store.get(self.link.keys.roster(record.generation))
-            roster = Roster.from_bytes(entry.value)
+            roster = self.link.read_roster(record.generation)
             self.rank = roster.group_rank(self.me.agent)
             if self.rank is not None and record.phase is RunPhase.RUN:
                 self.before_save(roster)

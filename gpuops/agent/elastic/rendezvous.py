@@ -192,8 +192,7 @@ class ControlRendezvous(RendezvousHandler):
         if record.generation == self._not_in_roster:
             return None
         try:
-            entry = self._control.store.get(self._control.keys.roster(record.generation))
-            roster = Roster.from_bytes(entry.value)
+            roster = self._control.read_roster(record.generation)
         except (ControlStoreError, ValueError) as exc:
             log.debug("the roster cannot be read: %s", exc)
             return None

@@ -41,7 +41,9 @@ _DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")
 _LOCK = re.compile(r"/torch/utils/file_baton\.py$")
 _WAITS = re.compile(
     r"\.wait\(|\bbarrier\(|\.synchronize\(|\b(?:all_reduce|all_gather\w*|reduce_scatter\w*"
-    r"|all_to_all\w*|broadcast\w*|recv|irecv|send)\("
+    r"|all_to_all\w*|broadcast\w*)\("
+    # A socket has these methods, too; what it waits for is no rank.
+    r"|(?:dist|comm|group|pg)\.(?:recv|irecv|send)\("
 )
 _READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
 _LOCK_TEXT = (

@@ -135,6 +135,8 @@ def test_a_rank_in_a_collective_waits_for_others(frames):
     [
         ("work.wait()", RankState.IN_COLLECTIVE),
         ("dist.barrier()", RankState.IN_COLLECTIVE),
+        ("self.comm.recv(source=0)", RankState.IN_COLLECTIVE),
+        ("while data := far.recv(2**20):", RankState.IN_USER_CODE),
         ("total += loss.item()", RankState.WAITS_FOR_DEVICE),
         ("batch.to('cpu')", RankState.WAITS_FOR_DEVICE),
         ("time.sleep(3600)", RankState.IN_USER_CODE),

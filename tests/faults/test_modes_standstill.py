@@ -96,29 +96,6 @@ def test_a_worker_in_the_kernel_on_the_only_node_has_the_job_go_elsewhere(tmp_pa
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    ("what", "seconds"),
-    [
-        ("wait", 120),
-        ("evaluate", 100),
-        ("evaluate-in-one-call", 100),
-        ("read", 900),
-        ("copy", 900),
-        ("receive", 900),
-    ],
-)
-def test_a_healthy_job_that_takes_long_after_a_restart_is_not_called_hung(tmp_path, what, seconds):
-    """The limits are learned, from a start that was quick."""
-    with FaultyRun(tmp_path, (), (what, seconds), script="takes_long.py") as run:
-        run.start()
-        assert run.ended(limit_s=seconds + 200) == 0, run.said()
-
-    assert run.generations() == [0, 1]
-    assert not [i for i in run.incidents() if i["failure_class"].startswith("hang.")]
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("deed", "failure_class"), [("asleep", "hang.no_progress"), ("interpreter", "hang.gil_held")]
 )

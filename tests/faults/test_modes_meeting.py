@@ -31,14 +31,19 @@ def started(hosts, folder, *flags, **options):
     return run
 
 
-def board_server(host):
-    """Return the process that serves the board on *host*."""
+def board_servers(host):
+    """Return the processes that serve the board on *host*."""
     found = []
     for pid in host.pids():
         with suppress(psutil.Error):  # one that has ended meanwhile
             process = psutil.Process(pid)
             found += [process] if "gpuops.control.tcp.serve" in process.cmdline() else []
-    (server,) = found
+    return found
+
+
+def board_server(host):
+    """Return the process that serves the board on *host*."""
+    (server,) = board_servers(host)
     return server
 
 
@@ -84,6 +89,46 @@ def test_a_store_that_is_killed_alone_is_known_to_be_lost_at_once(hosts, tmp_pat
     assert run.finish(limit_s=100) == {"n0": 85, "n1": 85, "n2": 85}
     assert run.orphans() == set()
     assert "started anew and knows nothing of this run" in run.said()
+
+
+@pytest.mark.soak
+def test_so_it_is_where_the_next_one_starts_late(hosts, tmp_path):
+    """As on a loaded machine: the agents have ended their workers by then, and nothing else."""
+    run = started(hosts, tmp_path, "--rdzv-conf=store_lost_timeout=200", nnodes="2:3")
+    lost = board_server(hosts[0])
+
+    lost.kill()
+    late = run.wait(
+        lambda: next((p for p in board_servers(hosts[0]) if p != lost), None), "the next server"
+    )
+    late.suspend()
+    run.wait(lambda: len(run.events("agent.fenced")) == 3, "the end of the workers")
+    late.resume()
+
+    assert run.finish(limit_s=100) == {"n0": 85, "n1": 85, "n2": 85}
+    assert run.orphans() == set()
+    check_account(run, "launcher.store_lost", actions=["requeue"])
+
+
+@pytest.mark.soak
+def test_an_agent_that_comes_back_with_the_store_begins_a_new_run_after_the_old_one(
+    hosts, tmp_path
+):
+    """The range lets it train alone; the workers of the old run have ended by then."""
+    run = started(hosts, tmp_path, "--rdzv-conf=last_call_timeout=3", nnodes="1:3")
+    others = [hosts[1], hosts[2]]
+
+    hosts[0].kill_all()
+    old = run.worker_pids()
+    run.start(hosts[0])
+
+    assert run.finish(*others) == {"n1": 85, "n2": 85}
+    run.wait(lambda: run.worker_pids() - old, "the new run")
+    began_ns = min(line.mono_ns for line in run.lines() if line.pid not in old)
+    assert max(line.mono_ns for line in run.lines() if line.pid in old) < began_ns
+    run.enough()
+    assert run.finish(hosts[0]) == {"n0": 0}
+    assert len({event["run_id"] for event in run.events("run.started")}) == 2
 
 
 def test_a_store_that_stands_still_for_five_seconds_ends_nothing(hosts, tmp_path):

@@ -44,10 +44,12 @@ class Partitions:
         self.hosts, self.run = hosts, run
         self.rng = random.Random(seed)
         self.log = []
+        self.started_ns = {}  # when an agent was started again, by host
 
     def blow(self, n_rounds, hold_s=None):
         """Make *n_rounds* partitions, each of *hold_s* or as long as is drawn."""
         for number in range(n_rounds):
+            self.all_join()
             began_s, last_ns = time.monotonic(), self.steps_again()
             what = self.round(hold_s or self.drawn_s())
             took_s = round((self.steps_again() - last_ns) / NS_PER_S, 1)
@@ -73,7 +75,7 @@ class Partitions:
         while time.monotonic_ns() < since_ns + hold_s * NS_PER_S:
             self.pause(0.5)
             if starts_again:
-                self.run.requeue()
+                self.requeue()
         if groups and hold_s >= LONG_S and self.members() == N_HOSTS:
             what |= self.seen(groups, trains, since_ns, starts_again)
             held_s = (time.monotonic_ns() - since_ns) / NS_PER_S
@@ -132,7 +134,7 @@ class Partitions:
 
         def look():
             if starts_again:
-                self.run.requeue()
+                self.requeue()
             made = [x for x in self.run.lines()[-200:] if x.what == "step" and x.mono_ns > since_ns]
             return made[-1].mono_ns if len(made) >= 4 else None
 
@@ -149,16 +151,33 @@ class Partitions:
         """Let *seconds* pass, as long as nobody has to wait for them."""
         time.sleep(seconds)
 
+    def all_join(self):
+        """Wait until an agent on each host is part of the run; it may wait for a place.
+
+        A run grows three times an hour.
+        """
+
+        def look():
+            self.requeue()
+            return all(self.has_joined(host) for host in self.hosts)
+
+        self.run.wait(look, "all agents", STEPS_AGAIN_S)
+
+    def has_joined(self, host):
+        """Say whether the newest agent of *host* has found the run: it has begun its journal."""
+        since_ns = self.started_ns.get(host.name, 0)
+        journals = host.runs.glob("*/journal/*")
+        return any(path.stat().st_mtime_ns >= since_ns for path in journals)
+
+    def requeue(self):
+        """Start agents that ended with 85 again."""
+        now_ns = time.time_ns()
+        self.started_ns |= dict.fromkeys((host.name for host in self.run.requeue()), now_ns)
+
     def finish(self):
-        """End the run once every host trains again; check what it was."""
-
-        def all_train():
-            self.run.requeue()
-            newest = self.run.lines()[-1]
-            made = [x for x in self.run.lines() if x.run == newest.run and x.what == "step"]
-            return len({x.rank for x in made if x.generation == newest.generation}) == N_HOSTS
-
-        self.run.wait(all_train, "a generation of all hosts", STEPS_AGAIN_S)
+        """End the run once all agents are part of it; check what it was."""
+        self.all_join()
+        self.steps_again()
         self.run.enough()
         codes = self.run.finish(limit_s=STEPS_AGAIN_S)
         assert set(codes.values()) == {0}, self.run.said()

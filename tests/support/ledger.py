@@ -54,7 +54,7 @@ def problems(lines, steps):
     for generation in generations:
         found += _gaps(generation, [line for line in lines if line.generation == generation])
     found += _points(lines)
-    found += _overlaps(lines, generations)
+    found += overlaps(lines)
     found += _missing(lines, generations, steps)
     return found
 
@@ -86,9 +86,9 @@ def _points(lines):
     return found
 
 
-def _overlaps(lines, generations):
-    """No step of a generation ends after one of a later generation has."""
-    found = []
+def overlaps(lines):
+    """Return where a step of a generation ended after one of a later generation had."""
+    found, generations = [], sorted({line.generation for line in lines})
     trained = {g: [x for x in lines if x.what == "step" and x.generation == g] for g in generations}
     for generation in generations:
         later = [line.mono_ns for g in generations if g > generation for line in trained[g]]

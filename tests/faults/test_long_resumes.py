@@ -20,9 +20,10 @@ RUNS, SIDE = int(os.environ.get("SOAK_RUNS", "1")), int(os.environ.get("SOAK_SID
 # What each does, for how long, and who: the longest first.
 HEALTHY = [
     *(("read", 900), ("copy", 900), ("receive", 900)),
-    *(("read", 120), ("wait", 120), ("evaluate", 100), ("evaluate-in-one-call", 100)),
+    *(("read", 120), ("wait", 120), ("evaluate", 100)),
+    *(("evaluate-on-device", 100), ("evaluate-in-one-call", 100)),
 ]
-HUNG = ("read", "copy", "receive", "wait", "evaluate")
+HUNG = ("read", "copy", "receive", "wait", "evaluate", "evaluate-on-device")
 LIMIT_S = 2400
 # From the limit to the verdict, on a busy machine.
 LATE_S = 60
@@ -36,9 +37,10 @@ def who_does(what, number):
 def limit_s(what, who):
     """Return the limit of what hangs: of a step, else that of a first step.
 
-    Ranks that all stand in one line may evaluate in one long call.
+    Ranks that all stand in one line may evaluate in one long call, unless it waits for a GPU.
     """
-    return 60 if what == "evaluate" and who != "all" else 600
+    is_step = what == "evaluate-on-device" or (what == "evaluate" and who != "all")
+    return 60 if is_step else 600
 
 
 def ended(run):
@@ -142,7 +144,12 @@ def test_a_resume_that_hangs_is_found_by_its_limit(tmp_path):
 
 
 def named_of(what, who):
-    """Return the ranks that are named: those who hang, nobody where each is in its own start."""
+    """Return the ranks that are named: those who hang, nobody where each is in its own start.
+
+    Who waits for its GPU may wait for another rank, too.
+    """
+    if what == "evaluate-on-device":
+        return []
     if who != "all":
         return [f"rank {who}"]
     return ["rank 0", "rank 1"] if what == "evaluate" else []

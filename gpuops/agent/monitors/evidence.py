@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.host.process.inspect import ProcessDetails, read_details
-from gpuops.host.process.pyspy import dump, find_pyspy
+from gpuops.host.process.pyspy import StackRecordings, dump, find_pyspy
 from gpuops.host.process.traffic import Traffic, read_traffic
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,10 @@ DUMP_WAIT_S = 1.0
 SPY_WAIT_S = 2.5
 # For all samples together; the diagnosis is made without those that are missing then.
 EVIDENCE_S = 8.0
+# Between the long samples the stacks are recorded, until before the last one.
+RECORD_S = 7
+RECORD_LATE_S = 4.0  # on a busy machine; the long samples end 2 s after the limit
+_RECORDED_MIN = 100
 _DUMP_BYTES_MAX = 2**20
 _SOURCE_BYTES_MAX = 2**20
 # torch's variables for the path of the flight recorder's dump of a rank, newest name first.
@@ -163,10 +167,14 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """All samples of one worker, oldest first; ``source_line`` is that of its main thread."""
+    """All samples of one worker, oldest first; ``source_line`` is that of its main thread.
+
+    ``elsewhere``: in which share of a recording its main thread was not where it mostly was.
+    """
 
     target: EvidenceTarget
     samples: tuple[WorkerSample, ...] = ()
+    elsewhere: float | None = None
     source_line: str | None = None
     recorder_path: str | None = None
 
@@ -212,6 +220,12 @@ class SystemEvidenceReader:
         outputs = dump(self._pyspy, pids, wait_s)
         read = {rank: parse_pyspy(data, pids[rank]) for rank, data in outputs.items()}
         return {rank: stacks for rank, stacks in read.items() if stacks is not None}
+
+    def record(self, targets: Sequence[EvidenceTarget]) -> StackRecordings | None:
+        """Begin to record the stacks of *targets*, for `RECORD_S`."""
+        if self._pyspy is None:
+            return None
+        return StackRecordings(self._pyspy, {t.rank: t.pid for t in targets}, RECORD_S)
 
     def source_line(self, path: str, line: int) -> str | None:
         """Return one line of a source file, None where it cannot be read."""
@@ -268,12 +282,16 @@ class EvidenceCollector:
     def _run(self) -> None:
         try:
             begun_s = self.clock_s()
+            is_long = self.samples_s[-1] > RECORD_S
+            recordings = self.reader.record(self.targets) if is_long else None
             for number, at_s in enumerate(self.samples_s):
                 is_last = number == len(self.samples_s) - 1
                 if number and not is_last and self._is_omitted(begun_s + at_s):
                     continue
                 self._wait_until(begun_s + at_s)
                 self._sample(is_last=is_last)
+            if recordings is not None:
+                self._add(recordings.end(0.0 if self._hurried.is_set() else RECORD_LATE_S))
             self._complete()
         except Exception:  # boundary: the diagnoses report missing evidence
             log.exception("collecting evidence failed")
@@ -321,6 +339,13 @@ class EvidenceCollector:
             )
             samples = (*facts.samples[:-1], newest)
             self._facts[target.rank] = replace(facts, samples=samples)
+
+    def _add(self, recorded: Mapping[int, Sequence[int]]) -> None:
+        """Add what was recorded: by rank, how often each stack was seen."""
+        for rank, counts in recorded.items():
+            if (n_seen := sum(counts)) >= _RECORDED_MIN:
+                elsewhere = 1.0 - max(counts) / n_seen
+                self._facts[rank] = replace(self._facts[rank], elsewhere=elsewhere)
 
     def _complete(self) -> None:
         """Read files, last: the file system may be what hangs."""

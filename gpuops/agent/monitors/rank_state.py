@@ -33,6 +33,8 @@ _RECEIVED_BYTES_MIN = 8 * 2**10
 _WAITS_PER_S_MIN = 1.0
 _LOOP_SHARE_MIN = 0.005
 _WORK_S_MIN = 150e-6
+# Of a recording, also of a main thread that does not wait, or waits for its GPU, and goes on.
+_ELSEWHERE_MIN = 0.01
 _TORCH = re.compile(r"/torch/")
 _COLLECTIVE = re.compile(r"/torch/distributed/|/torchft/|/deepspeed/comm/|/horovod/")
 _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
@@ -141,8 +143,8 @@ def _by_stack(facts: RankFacts) -> RankDiagnosis:
     moving = moves_bytes or _has_moved(facts.samples)
     if state is RankState.WAITS_FOR_LOCK:
         moving = moves_bytes = False  # it only asks for the lock again
-    elif state is RankState.IN_USER_CODE:
-        moving = moving or _loops(facts.samples)
+    elif state in {RankState.IN_USER_CODE, RankState.WAITS_FOR_DEVICE}:
+        moving = moving or _loops(facts, waits_count=state is RankState.IN_USER_CODE)
     if moving:
         how += "; it moved bytes meanwhile" if moves_bytes else "; it moved between samples"
     return RankDiagnosis(state, how, main.frames, is_moving=moving, moves_bytes=moves_bytes)
@@ -218,9 +220,12 @@ def _moves_bytes(pid: int, samples: Sequence[WorkerSample]) -> bool:
     )
 
 
-def _loops(samples: Sequence[WorkerSample]) -> bool:
-    """Return whether the main thread waits again and again and computes in between."""
-    known = [(sample.at_s, sample.process) for sample in samples if sample.process is not None]
+def _loops(facts: RankFacts, *, waits_count: bool) -> bool:
+    """Return whether the main thread goes round in a loop and computes in between.
+
+    It waits again and again (*waits_count*), or is recorded elsewhere again and again.
+    """
+    known = [(sample.at_s, sample.process) for sample in facts.samples if sample.process]
     if len(known) < 2:
         return False
     (from_s, first), (to_s, last) = known[0], known[-1]
@@ -228,7 +233,9 @@ def _loops(samples: Sequence[WorkerSample]) -> bool:
     waits = (last.main_waits or 0) - (first.main_waits or 0)
     cpu_s = (last.main_cpu_s or 0.0) - (first.main_cpu_s or 0.0)
     is_busy = cpu_s >= max(_LOOP_SHARE_MIN * took_s, _WORK_S_MIN * waits)
-    return waits >= _WAITS_PER_S_MIN * took_s > 0 and is_busy
+    goes_on = (facts.elsewhere or 0.0) >= _ELSEWHERE_MIN
+    goes_on = goes_on or (waits_count and waits >= _WAITS_PER_S_MIN * took_s)
+    return took_s > 0 and is_busy and goes_on
 
 
 def _same(one: ThreadStack, other: ThreadStack) -> bool:

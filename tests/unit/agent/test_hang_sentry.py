@@ -57,6 +57,9 @@ class FakeReader:
         frame = frames.pop(0) if isinstance(frames, list) else frames
         return Stacks((ThreadStack((frame,), is_main=True, owns_gil=False),), "py-spy")
 
+    def record(self, targets):
+        return None
+
     def source_line(self, path, line):
         return "time.sleep(9)"
 

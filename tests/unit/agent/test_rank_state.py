@@ -24,8 +24,8 @@ def stacks(*frames, source="py-spy", owns=False, others=()):
     return Stacks((*others, main), source)
 
 
-def facts(*samples, line=None):
-    return RankFacts(target=TARGET, samples=tuple(samples), source_line=line)
+def facts(*samples, line=None, elsewhere=None):
+    return RankFacts(target=TARGET, samples=tuple(samples), source_line=line, elsewhere=elsewhere)
 
 
 def sample(at_s=0.0, state="S", cpu_s=0.0, wchan=None, waits=None, on_cpu_s=None, **seen):
@@ -252,6 +252,34 @@ def test_who_waits_again_and_again_and_computes_in_between_is_at_work(waits, on_
     first = sample(0.0, spied=stacks(*in_collective), waits=0, on_cpu_s=0.0)
     last = sample(8.0, spied=stacks(*in_collective), waits=waits, on_cpu_s=on_cpu_s)
     assert not judge_rank(facts(first, last)).is_moving
+
+
+@pytest.mark.parametrize("line", ["total += loss.item()", "engine.step(batch)"])
+@pytest.mark.parametrize(
+    ("waits", "on_cpu_s", "elsewhere", "moving"),
+    [(0, 8.0, 0.02, True), (0, 8.0, 0.0, False), (1600, 0.2, 0.02, False), (0, 8.0, None, False)],
+    ids=["spins and goes on", "spins", "polls", "not recorded"],
+)
+def test_who_waits_in_one_line_and_is_recorded_elsewhere_is_at_work(
+    line, waits, on_cpu_s, elsewhere, moving
+):
+    """A GPU is waited for in one line for nearly all of an evaluation."""
+    samples = [
+        sample(0.0, spied=stacks(USER), waits=0, on_cpu_s=0.0),
+        sample(8.0, spied=stacks(USER), waits=waits, on_cpu_s=on_cpu_s),
+    ]
+    seen = judge_rank(facts(*samples, line=line, elsewhere=elsewhere))
+
+    assert (seen.is_moving, seen.moves_bytes) == (moving, False)
+
+
+def test_who_waits_again_and_again_for_its_gpu_polls_it():
+    samples = [
+        sample(0.0, spied=stacks(USER), waits=0, on_cpu_s=0.0),
+        sample(8.0, spied=stacks(USER), waits=400, on_cpu_s=0.08),
+    ]
+
+    assert not judge_rank(facts(*samples, line="total += loss.item()")).is_moving
 
 
 def test_a_lock_of_a_jit_build_is_named_and_asking_for_it_is_no_work():

@@ -11,7 +11,7 @@ import pytest
 from support.runs import wait_until
 
 from gpuops.host.process.inspect import read_details
-from gpuops.host.process.pyspy import TRIES, dump, find_pyspy
+from gpuops.host.process.pyspy import TRIES, StackRecordings, dump, find_pyspy
 
 TOOLS = str(Path(sys.executable).parent)
 
@@ -80,6 +80,55 @@ def test_pyspy_reads_what_it_can_and_leaves_the_rest_out():
 
     assert list(found) == [3]
     assert b'"lost"' in found[3]
+
+
+# Its main thread burns in native code, or goes round a loop; another one goes round in any case.
+RECORDED = """
+import hashlib, sys, threading, time
+def turn():
+    while True: time.sleep(0.001)
+def lost(): hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)
+def works():
+    while True:
+        time.sleep(0.05)
+        sum(range(300_000))
+threading.Thread(target=turn, daemon=True).start()
+print(flush=True)
+globals()[sys.argv[1]]()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason="no py-spy")
+def test_recorded_stacks_tell_who_goes_round_in_a_loop_from_who_burns_in_one_place(tmp_path):
+    words = [sys.executable, "-c", RECORDED]
+    with (
+        subprocess.Popen([*words, "works"], stdout=subprocess.PIPE) as works,
+        subprocess.Popen([*words, "lost"], stdout=subprocess.PIPE) as lost,
+        subprocess.Popen(["sleep", "60"]) as other,
+    ):
+        for child in (works, lost):
+            child.stdout.readline()
+        pids = {1: works.pid, 2: lost.pid, 3: other.pid}
+        found = StackRecordings(find_pyspy(TOOLS), pids, 3).end(60.0)
+        for child in (works, lost, other):
+            child.kill()
+
+    assert found.keys() == {1, 2}
+    assert max(found[1]) / sum(found[1]) < 0.98
+    assert max(found[2]) / sum(found[2]) > 0.995, "its very first sample may be the call itself"
+
+
+def test_a_recording_that_does_not_end_is_killed(tmp_path):
+    slow = tmp_path / "py-spy"
+    slow.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    slow.chmod(0o755)
+    recordings = StackRecordings(str(slow), {0: 1}, 3)
+    wait_until((tmp_path / "pids").exists, what="its start")
+
+    assert recordings.end(0.0) == {}
+    for pid in (tmp_path / "pids").read_text().split():
+        assert read_details(int(pid)) is None
+    assert StackRecordings(str(tmp_path / "none"), {0: 1}, 3).end(0.0) == {}
 
 
 def test_a_pyspy_that_does_not_end_is_killed(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.workers import RingReader, Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import (
+    LONG_SAMPLES_S,
     EvidenceCollector,
     EvidenceTarget,
     RankFacts,
@@ -195,6 +197,30 @@ def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
     assert lived
     assert isinstance(collector.facts[0], RankFacts)
     assert not [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
+
+
+# Dumps one stack, and records that the main thread was elsewhere five times in a hundred.
+SPIES = """#!/bin/sh
+[ $1 = dump ] && exit 1
+while [ $1 != --output ]; do shift; done
+printf 'thread (%d);main (/t.py:1) 190\\nthread (%d): MainThread;main (/t.py:2) 10\\n' $4 $4 > $2
+printf 'thread (1): pump;turn (/t.py:9) 700\\n' >> $2
+"""
+
+
+def test_stacks_are_recorded_between_the_samples(tmp_path, monkeypatch):
+    spies = tmp_path / "py-spy"
+    spies.write_text(SPIES)
+    spies.chmod(0o755)
+    reader = SystemEvidenceReader(str(tmp_path))
+    target = EvidenceTarget(rank=0, local_rank=0, pid=os.getpid())
+    collector = EvidenceCollector([target], reader, {}, LONG_SAMPLES_S, pause=lambda _s: None)
+    collector.start()
+    assert collector.wait(60)
+
+    assert collector.facts[0].elsewhere == pytest.approx(0.05)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert reader.record([target]) is None
 
 
 ANSWERS = """

@@ -222,10 +222,14 @@ class SystemEvidenceReader:
         return {rank: stacks for rank, stacks in read.items() if stacks is not None}
 
     def record(self, targets: Sequence[EvidenceTarget]) -> StackRecordings | None:
-        """Begin to record the stacks of *targets*, for `RECORD_S`."""
+        """Begin to record the stacks of *targets*, for `RECORD_S`; return None if it cannot."""
         if self._pyspy is None:
             return None
-        return StackRecordings(self._pyspy, {t.rank: t.pid for t in targets}, RECORD_S)
+        try:
+            return StackRecordings(self._pyspy, {t.rank: t.pid for t in targets}, RECORD_S)
+        except OSError as exc:
+            log.debug("no stacks are recorded: %s", exc)
+            return None
 
     def source_line(self, path: str, line: int) -> str | None:
         """Return one line of a source file, None where it cannot be read."""

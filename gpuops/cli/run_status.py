@@ -19,6 +19,8 @@ from gpuops.cli.history import open_history
 from gpuops.cli.options import json_option, settings_of, store_option
 from gpuops.config.resolve import Settings, environ
 from gpuops.control.etcd.address import EtcdAddress
+from gpuops.control.etcd.member import connect_as_guest
+from gpuops.control.etcd.quorum import QUORUM_KIND
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import ControlStore
 from gpuops.control.tcp.store import TcpControlStore
@@ -216,12 +218,13 @@ def connect_control_store(address: Mapping[str, Any], settings: Settings) -> Con
         return TcpControlStore(
             host, port, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S
         )
-    if kind == EndpointKind.ETCD:
+    if kind in {EndpointKind.ETCD, QUORUM_KIND}:
         url = text_or_empty(address.get("endpoint"))
         # A password is not written down where other users read.
         if not url or EtcdAddress.parse(url).user:
             return None
-        return EtcdControlStore(url, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S)
+        connect = EtcdControlStore if kind == EndpointKind.ETCD else connect_as_guest
+        return connect(url, run_key=run_key, token=token, deadline_s=CONTROL_TIMEOUT_S)
     if kind == EndpointKind.POSTGRES and not settings.store_is_default:
         # psycopg is an optional dependency.
         from gpuops.control.postgres.store import PostgresControlStore

@@ -3,20 +3,30 @@
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 import pytest
 from support.boards import RUN_KEY, TOKEN, eventually, server, tcp_board
 from support.etcd import find_etcd
+from support.postgres import free_port
 
 from gpuops.agent.launch.quorum import QuorumFormation, QuorumPlan, announce
-from gpuops.control.etcd.quorum import QUORUM_KEY, QuorumPhase, QuorumState
+from gpuops.control.etcd.quorum import (
+    QUORUM_KEY,
+    Candidate,
+    GatherLimits,
+    QuorumPhase,
+    QuorumState,
+)
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
-from gpuops.control.store import ControlStoreError
+from gpuops.control.record import RECORD_KEY
+from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.host.clock import SystemClock
 
 
@@ -36,14 +46,15 @@ def introduce():
     """Return a function that forms a quorum of agents, each on its thread; ends what they left."""
     find_etcd()
 
-    def form(port, n, token=TOKEN):
+    def form(port, n, token=TOKEN, **limits):
+        limits = GatherLimits(**{"nodes_min": n, "nodes_max": n, **limits})
         introduction = functools.partial(tcp_board, port, deadline_s=2.0)
 
         def one(index):
             with contextlib.closing(introduction()) as board:
                 return QuorumFormation(
                     server=board,
-                    plan=QuorumPlan(node=f"n{index}", nodes_min=n, nodes_max=n),
+                    plan=QuorumPlan(node=f"n{index}", limits=limits),
                     address="127.0.0.1",
                     run_key=RUN_KEY,
                     token=token,
@@ -102,9 +113,57 @@ def test_members_end_with_the_run(introduce):
         eventually(lambda: not members(), "the members end")
 
 
-def test_two_nodes_have_no_quorum(introduce):
+def test_agents_without_etcd_do_not_wait_for_others(introduce, tmp_path, monkeypatch):
+    (tmp_path / "openssl").symlink_to(shutil.which("openssl"))
+    monkeypatch.setenv("PATH", str(tmp_path))
     with server() as process:
-        assert introduce(process.port, 2) == ["2 nodes have no majority without one of them"] * 2
+        why = introduce(process.port, 2, nodes_max=3)
+    assert all(each.startswith("etcd is not installed on n") for each in why)
+
+
+def test_an_agent_that_takes_no_part_keeps_the_others_with_it(introduce):
+    with server() as process, contextlib.closing(tcp_board(process.port)) as board:
+        board.put(RECORD_KEY, b"{}")
+        assert all("without a quorum" in why for why in introduce(process.port, 2, nodes_max=3))
+
+
+def test_whoever_cannot_reach_the_members_begins_no_second_run():
+    """They may train on the other side of a cut."""
+    find_etcd()
+    board, now_s = MemoryControlStore(SystemClock()), [0.0]
+    gone = [
+        Candidate(agent=f"m{i}", node=f"n{i}", address="127.0.0.1", client_port=port)
+        for i, port in enumerate((free_port(), free_port(), free_port()))
+    ]
+    board.put(QUORUM_KEY, QuorumState(phase=QuorumPhase.ON, members=tuple(gone)).to_bytes())
+
+    def come(node):
+        def wait(_seconds):
+            now_s[0] += 10.0
+
+        return QuorumFormation(
+            server=board,
+            plan=QuorumPlan(node=node, limits=GatherLimits(nodes_min=1, nodes_max=4)),
+            address="127.0.0.1",
+            run_key=RUN_KEY,
+            token=TOKEN,
+            introduction=lambda: board,
+            wait=wait,
+            now_s=lambda: now_s[0],
+            probe_timeout_s=0.1,
+        )
+
+    spare, first, second = come("spare"), come("n0"), come("n1")
+    spare.plan = replace(spare.plan, limits=replace(spare.plan.limits, join_timeout_s=15.0))
+    with pytest.raises(ControlStoreUnreachableError, match="n0, n1, n2 hold the control record"):
+        spare.run()
+    assert QuorumState.from_bytes(board.get(QUORUM_KEY).value).number == 1
+    assert board.list("quorum/2/") == {}
+
+    # Where two of the three nodes see it so, the third has no majority alone.
+    first.note_in(2)
+    assert "nodes came within" in second.run()
+    first.close()
 
 
 def test_a_server_that_was_started_anew_learns_of_the_quorum():

@@ -19,10 +19,11 @@ def test_a_run_goes_on_without_its_first_host(tmp_path, how):
             hosts,
             tmp_path,
             "--health-gate=off",
-            "--rdzv-conf=quorum=1,last_call_timeout=1,store_lost_timeout=20",
+            "--rdzv-conf=last_call_timeout=1,store_lost_timeout=20",
             "--min-nodes=3",
             script="fake_steps.py",
             env={"JOB_STEPS": "3000", "JOB_PAUSE_S": "0.05"},
+            quorum=True,
         )
         run.start()
         run.wait_for_step(3)

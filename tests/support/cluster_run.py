@@ -51,8 +51,19 @@ class Agent:
         return self.out.read_text(errors="replace")
 
 
+def _without_quorum(flags):
+    """Return *flags* with one --rdzv-conf, which turns the quorum off unless it asks for one."""
+    conf = "--rdzv-conf="
+    values = [flag.removeprefix(conf) for flag in flags if str(flag).startswith(conf)]
+    others = [flag for flag in flags if not str(flag).startswith(conf)]
+    return [*others, conf + ",".join(["quorum=0", *values])]
+
+
 class ClusterRun:
     """A run of *script* on *hosts*; nothing starts before `start`.
+
+    The endpoint's server holds the record, unless *quorum*: then three or five nodes do, where they
+    can.
 
     *endpoint* is that of the rendezvous: an address and port, or the URL of a Postgres store that
     the hosts reach. Left out, it is the first host's. *env* goes to every agent.
@@ -70,6 +81,7 @@ class ClusterRun:
         endpoint=None,
         run_id="job",
         env=None,
+        quorum=False,
     ):
         self.hosts, self.folder = hosts, Path(folder)
         self.job = self.folder / "job"
@@ -81,7 +93,7 @@ class ClusterRun:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.endpoint}",
             f"--rdzv-id={run_id}",
-            *flags,
+            *(flags if quorum else _without_quorum(flags)),
         ]
         self.script, self.args = JOBS / script, args
         self.env = {"JOB_DIR": str(self.job), "GPUOPS_TOKEN": TOKEN, **(env or {})}

@@ -203,7 +203,7 @@ def _leader(
     extensions: list[LeaderExtension] = [fleet]
     policy = LeaderPolicy(
         restart=plan.restart_policy,
-        timeouts=_leader_timeouts(launch),
+        timeouts=_leader_timeouts(launch, endpoint.gathered_s),
         decide=decider(plan.decide, launch.env),
         spares=plan.spares,
     )
@@ -397,14 +397,14 @@ def _end_timeout_s(launch: LaunchContext) -> float:
     return launch.failure_grace_s + EVIDENCE_S + KILL_WAIT_S + END_MARGIN_S
 
 
-def _leader_timeouts(launch: LaunchContext) -> LeaderTimeouts:
+def _leader_timeouts(launch: LaunchContext, gathered_s: float) -> LeaderTimeouts:
     plan = launch.request.plan
     return LeaderTimeouts(
         suspect_s=plan.suspect_s,
         dead_s=plan.dead_s,
         end_s=_end_timeout_s(launch),
         last_call_s=plan.last_call_s,
-        first_call_s=plan.first_call_s,
+        first_call_s=max(plan.last_call_s, plan.first_call_s - gathered_s),
         join_timeout_s=plan.join_timeout_s,
         grow_after_s=plan.grow_after_s,
     )

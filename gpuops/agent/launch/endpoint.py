@@ -13,6 +13,7 @@ one node, or ``--standalone``                       in this process, no port
 import argparse
 import logging
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from gpuops.agent.launch.restart_policy import NodeCount
 from gpuops.agent.launch.slurm import SlurmStep
 from gpuops.control.etcd.address import SCHEME as ETCD_SCHEME
 from gpuops.control.etcd.address import EtcdAddress
+from gpuops.control.etcd.quorum import QUORUM_KIND
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY
@@ -35,8 +37,15 @@ from gpuops.control.store import (
     OtherTokenError,
 )
 from gpuops.control.tcp.client_connection import OtherRunError, is_local
+from gpuops.control.tcp.process import (
+    INTRODUCTION_LOST,
+    RECORD_LOST,
+    PortTakenError,
+    ServerGuard,
+    ServerProcess,
+    start_server,
+)
 from gpuops.control.tcp.process import RESTART_LEASE_S as GUARD_LEASE_S
-from gpuops.control.tcp.process import PortTakenError, ServerGuard, ServerProcess, start_server
 from gpuops.control.tcp.server import LEASE_S, RUN_OVER_LEASE_S
 from gpuops.control.tcp.store import DEADLINE_S, TcpControlStore
 from gpuops.errors import UsageError
@@ -62,14 +71,15 @@ class ControlEndpoint:
     is_shared: bool
     guard: ServerGuard | None = None
     quorum: QuorumHandle | None = None
+    gathered_s: float = 0.0  # that agents have waited for each other before they join
 
     def describe(self, meeting: EndpointPlan) -> dict[str, str | int]:
         """Return where the control store is, for `gpuops run status`; nothing of it is secret."""
         place: dict[str, str | int] = {
-            "kind": meeting.kind.value if self.quorum is None else "quorum",
+            "kind": meeting.kind.value if self.quorum is None else QUORUM_KIND,
             "host": meeting.host,
             "port": meeting.port,
-            "run_key": meeting.run_key,
+            "run_key": meeting.run_key if self.quorum is None else self.quorum.run_key,
             "endpoint": self.endpoint,
         }
         return {**place, "insecure": True} if meeting.is_insecure else place
@@ -125,15 +135,13 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
             wait(RETRY_S)
             continue
         try:
-            met = met if quorum is None else _with_quorum(met, meeting, quorum, wait)
+            met = _with_quorum(met, meeting, quorum, wait, is_host=is_host)
         except ControlStoreUnreachableError as exc:
             if not patience.bears(exc):
                 raise
             wait(RETRY_S)
             continue
-        if server is None or server.pid is None:
-            return met
-        return replace(met, guard=ServerGuard(server, lambda: _start(meeting, GUARD_LEASE_S)))
+        return met if server is None else _guarded(met, meeting, server)
 
 
 @dataclass(slots=True)
@@ -166,21 +174,35 @@ class _Patience:
 def _with_quorum(
     met: ControlEndpoint,
     meeting: EndpointPlan,
-    plan: QuorumPlan,
+    plan: QuorumPlan | None,
     wait: Callable[[float], object],
+    *,
+    is_host: bool,
 ) -> ControlEndpoint:
     """Return where the run's record is held once the agents at *met* have agreed on that."""
+    if plan is None:
+        return met
+    began_s = time.monotonic()
     formed: QuorumHandle | str | None = None
     try:
         formed = form_quorum(met.store, meeting, plan, address=met.address, wait=wait)
     finally:
         if not isinstance(formed, str):
             met.store.close()
+    gathered_s = time.monotonic() - began_s
     if isinstance(formed, str):
-        log.warning("if %s is lost, this run ends with 85: %s", met.endpoint, formed)
+        plan.explain(formed, None if is_host else meeting.host)
+        return replace(met, gathered_s=gathered_s)
+    where = str(replace(formed.store.address, tls=()))
+    return replace(met, store=formed.store, endpoint=where, quorum=formed, gathered_s=gathered_s)
+
+
+def _guarded(met: ControlEndpoint, meeting: EndpointPlan, server: ServerProcess) -> ControlEndpoint:
+    """Return *met* with who watches *server*, where this process has started it."""
+    if server.pid is None:
         return met
-    log.info("%s hold the control record: a majority of them goes on", formed.describe)
-    return replace(met, store=formed.store, endpoint=str(formed.store.address), quorum=formed)
+    lost = RECORD_LOST if met.quorum is None else INTRODUCTION_LOST
+    return replace(met, guard=ServerGuard(server, lambda: _start(meeting, GUARD_LEASE_S), lost))
 
 
 def _start(meeting: EndpointPlan, lease_s: float = LEASE_S) -> ServerProcess:

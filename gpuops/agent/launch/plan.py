@@ -86,7 +86,7 @@ class LaunchPlan:
     http_address: str = "127.0.0.1"
     http_port: int | None = 0  # 0: any free one; None: no listener
     parks: bool = False
-    quorum: bool = False  # several nodes hold the control store, where they can
+    quorum: bool | None = None  # several nodes hold the control store; None: where they can
     local_address: str | None = None
     decide: str | None = None  # ``module:function`` of the site, which may overrule a decision
     checkpoints: CheckpointPlan = CheckpointPlan()

@@ -166,8 +166,7 @@ def _timed(plan: LaunchPlan, timing: RendezvousTimeouts) -> LaunchPlan:
             # Whoever bears longer silence of a peer bears it of the control store.
             store_lost_s=max(plan.store_lost_s, 2 * dead_s),
         )
-    if timing.quorum is not None:
-        plan = replace(plan, quorum=timing.quorum)
+    plan = replace(plan, quorum=timing.quorum)
     if timing.store_lost_s is not None:
         plan = replace(plan, store_lost_s=timing.store_lost_s)
     return plan
@@ -200,6 +199,10 @@ def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts, unseen: str | None) 
     lines = [] if unseen is None else [unseen]
     if timing.ignored:
         lines.append(f"--rdzv-conf: {', '.join(timing.ignored)} means nothing here and is left out")
+    if plan.quorum and plan.endpoint.kind is not EndpointKind.TCP:
+        kind = plan.endpoint.kind
+        where = "one node alone" if kind is EndpointKind.PRIVATE else kind.value.capitalize()
+        lines.append(f"--rdzv-conf: quorum=1 changes nothing: {where} holds the control record")
     if plan.endpoint.is_insecure:
         lines.append(
             "--insecure: whoever reaches the agents can read and stop this run, as with torchrun; "

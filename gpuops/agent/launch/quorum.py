@@ -18,14 +18,19 @@ from gpuops.control.etcd import quorum
 from gpuops.control.etcd.credentials import write_credentials
 from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.member import member_url
-from gpuops.control.etcd.quorum import Candidate, QuorumPhase, QuorumState
+from gpuops.control.etcd.quorum import Candidate, GatherLimits, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
 from gpuops.control.record import RECORD_KEY
-from gpuops.control.store import ControlStore, ControlStoreError
+from gpuops.control.store import (
+    ControlStore,
+    ControlStoreError,
+    ControlStoreUnreachableError,
+)
 from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.process.command import module_command
 from gpuops.host.process.sidecar import start_sidecar
+from gpuops.log import log_notice
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +41,21 @@ START_MEMBER_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumPlan:
-    """Who this agent is for the quorum, and how many nodes the run wants (spares included)."""
+    """Who this agent is for the quorum; *is_asked_for*: by the user, else it is tried by itself."""
 
     node: str
     domain: tuple[str, ...] = ()
-    nodes_min: int
-    nodes_max: int
+    limits: GatherLimits
+    is_asked_for: bool = False
+
+    def explain(self, why: str, host: str | None) -> None:
+        """Say what a run without a quorum does not survive; *host* None: the store is on this node.
+
+        One agent says it, unless the user has asked for a quorum.
+        """
+        if host is None or self.is_asked_for:
+            name = host or f"node {self.node}"
+            log_notice(f"the run ends if {name}, which holds the control store, is lost: {why}")
 
 
 @dataclass(slots=True)
@@ -49,17 +63,13 @@ class QuorumHandle:
     """The quorum that this agent is part of; ``store`` is the run's control store."""
 
     store: EtcdControlStore
+    run_key: str
     state: QuorumState
     introduction: Callable[[], ControlStore]
     folder: Path
     is_member: bool
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-
-    @property
-    def describe(self) -> str:
-        """Return the nodes that hold the record, for people."""
-        return ", ".join(member.node for member in self.state.members)
 
     def start(self) -> None:
         """Keep the endpoint's server informed, so that later agents find the quorum."""
@@ -120,12 +130,16 @@ class QuorumFormation:
     token: str
     introduction: Callable[[], ControlStore]
     wait: Callable[[float], object]
+    now_s: Callable[[], float] = time.monotonic
+    probe_timeout_s: float = PROBE_TIMEOUT_S
     me: Candidate = field(init=False)
     folder: Path = field(init=False)
     files: dict[str, str] = field(init=False, default_factory=dict)
+    _sockets: tuple[socket.socket, ...] = field(init=False, default=())  # keep our ports ours
+    _noted: set[str] = field(init=False, default_factory=set)
     _started: int = 0
-    _seen: tuple[object, float] = (None, 0.0)
-    _alive: tuple[int, float] = (-1, 0.0)
+    _since: dict[str, tuple[object, float]] = field(init=False, default_factory=dict)
+    _has_logged: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -133,13 +147,13 @@ class QuorumFormation:
             self.folder, _mark = locked_folder("gpuops-quorum-", parent)  # until this process ends
         except OSError as exc:
             raise ControlStoreError(f"no folder for certificates in {parent}: {exc}") from exc
-        ports = (0, 0)
         try:
             self.files = write_credentials(self.folder, self.token, self.address)
             if shutil.which("etcd") is not None:
-                ports = _free_ports(self.address)
+                self._sockets = _bound_sockets(self.address)
         except ControlStoreError as exc:
-            log.warning("this node cannot hold the control record: %s", exc)
+            log.debug("this node cannot hold the control record: %s", exc)
+        ports = [sock.getsockname()[1] for sock in self._sockets] or [0, 0]
         self.me = Candidate(
             agent=f"m{uuid4().hex[:12]}",
             node=self.plan.node,
@@ -147,33 +161,46 @@ class QuorumFormation:
             client_port=ports[0],
             peer_port=ports[1],
             domain=self.plan.domain,
+            can_call=bool(self.files),
         )
 
     def run(self) -> QuorumHandle | str:
         """Return the quorum, or why there is none.
 
         Raises:
-            ControlStoreError: The endpoint's server does not answer.
+            ControlStoreError: The endpoint's server does not answer, or this node cannot reach the
+                quorum.
         """
+        why = ""
         handle: QuorumHandle | None = None
         try:
-            while handle is None:
+            while handle is None and not why:
                 entry = self.server.get(quorum.QUORUM_KEY)
                 state = QuorumState.from_bytes(entry.value) if entry.version else None
-                if state is not None and state.phase is QuorumPhase.OFF:
-                    return state.why
+                why = "" if state is None else state.why
                 following, handle = self._next(state)
                 if following is not None:
                     self.server.compare_and_set(
                         quorum.QUORUM_KEY, following.to_bytes(), version=entry.version
                     )
-                elif handle is None:
+                elif handle is None and not why:
                     self.wait(POLL_S)
         finally:
-            if handle is None:
-                shutil.rmtree(self.folder, ignore_errors=True)
+            self.close(keeps_folder=handle is not None)
+        if handle is None:
+            return why
         handle.start()
         return handle
+
+    def close(self, *, keeps_folder: bool = False) -> None:
+        """Take this agent off the lists of candidates: it is none any more."""
+        if not keeps_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        for sock in self._sockets:
+            sock.close()
+        with suppress(ControlStoreError):
+            for key in self._noted:
+                self.server.delete(key)
 
     def _next(self, state: QuorumState | None) -> tuple[QuorumState | None, QuorumHandle | None]:
         """Return the state to write, and the quorum once it is there."""
@@ -183,62 +210,95 @@ class QuorumFormation:
             return self._gather(state), None
         if state.phase is QuorumPhase.START:
             return self._begin(state), None
-        if self._is_answering(state):
+        if state.phase is QuorumPhase.ON and self._is_answering(state):
             handle = QuorumHandle(
                 store=self._connect(state),
+                run_key=self._key(state),
                 state=state,
                 introduction=self.introduction,
                 folder=self.folder,
                 is_member=self.me in state.members,
             )
             return None, handle
-        return QuorumState(number=state.number + 1) if self._is_stale() else None, None
+        return (self._begin_anew(state) if state.phase is QuorumPhase.ON else None), None
 
     def _begin(self, state: QuorumState) -> QuorumState | None:
-        since_s = self._seconds_with((state.number, state.phase))
+        since_s = self._seconds_with("phase", state.number)
+        why = ""
         if self.me in state.members and self._started != state.number:
             self._started = state.number
-            self._start_member(state)
+            why = self._start_member(state)
         if self._is_answering(state):
             return replace(state, phase=QuorumPhase.ON)
-        if since_s < quorum.START_TIMEOUT_S:
+        if since_s >= quorum.START_TIMEOUT_S:
+            why = f"the etcds of {_nodes(state)} did not start in {quorum.START_TIMEOUT_S:g} s"
+        return replace(state, phase=QuorumPhase.OFF, why=why) if why else None
+
+    def _begin_anew(self, state: QuorumState) -> QuorumState | None:
+        """Return the next round, None while the members of *state* may serve others."""
+        version = self.server.get(quorum.ALIVE_KEY).version
+        if self._seconds_with("alive", version) < quorum.STALE_S:
             return None
-        why = f"the etcds of {_nodes(state)} did not start in {quorum.START_TIMEOUT_S:g} s"
-        return replace(state, phase=QuorumPhase.OFF, why=why)
+        if quorum.may_begin_anew(state, self._candidates(state.number + 1)):
+            return QuorumState(number=state.number + 1)
+        why = (
+            f"{_nodes(state)} hold the control record of this run, and most of them do not answer: "
+            "they may train where they cannot be reached from here"
+        )
+        if self._seconds_with("stale", state.number) >= self.plan.limits.join_timeout_s:
+            raise ControlStoreUnreachableError(f"{why}; start a new run with another --rdzv-id")
+        if not self._has_logged:
+            self._has_logged = True
+            log.warning("waiting: %s", why)
+        return None
 
     def _gather(self, state: QuorumState) -> QuorumState | None:
-        prefix = f"quorum/{state.number}/"
+        if self.server.get(RECORD_KEY).version:
+            # Of another version, or of a run before this one whose agents were killed.
+            why = "an agent of this run holds it there already, without a quorum"
+            return replace(state, phase=QuorumPhase.OFF, why=why)
+        limits, candidates = self.plan.limits, self._candidates(state.number)
+        wait_s = limits.wait_s(len(candidates))
+        return quorum.after_gathering(
+            state,
+            candidates,
+            limits,
+            quiet_s=self._seconds_with("quiet", (state.number, len(candidates))),
+            waited_s=self._seconds_with("waited", (state.number, wait_s)),
+        )
+
+    def note_in(self, number: int) -> str:
+        """Note this agent as one of round *number*; return the prefix of its agents' keys."""
+        prefix = f"quorum/{number}/"
+        self._noted.add(prefix + self.me.agent)
         self.server.put(prefix + self.me.agent, quorum.candidate_bytes(self.me))
+        return prefix
+
+    def _candidates(self, number: int) -> list[Candidate]:
+        """Return the agents of round *number*, this one among them: the newest of each node."""
+        prefix = self.note_in(number)
         found = self.server.list(prefix)
         try:
             candidates = [quorum.read_candidate(entry.value) for entry in found.values()]
         except (ValueError, TypeError) as exc:
             raise ControlStoreError(f"an entry of {prefix} cannot be read: {exc!r}") from exc
-        return quorum.after_gathering(
-            state,
-            candidates,
-            nodes_min=self.plan.nodes_min,
-            nodes_max=self.plan.nodes_max,
-            quiet_s=self._seconds_with((state.number, len(candidates))),
-        )
+        return list({candidate.node: candidate for candidate in candidates}.values())
 
-    def _seconds_with(self, what: object) -> float:
-        """Return for how long *what* has been so, as seen by this agent."""
-        if self._seen[0] != what:
-            self._seen = (what, time.monotonic())
-        return time.monotonic() - self._seen[1]
-
-    def _is_stale(self) -> bool:
-        version = self.server.get(quorum.ALIVE_KEY).version
-        if version != self._alive[0]:
-            self._alive = (version, time.monotonic())
-        return time.monotonic() - self._alive[1] >= quorum.STALE_S
+    def _seconds_with(self, name: str, what: object) -> float:
+        """Return for how long what is called *name* has been *what*, as seen by this agent."""
+        now_s = self.now_s()
+        if self._since.get(name, (None, 0.0))[0] != what:
+            self._since[name] = (what, now_s)
+        return now_s - self._since[name][1]
 
     def _is_answering(self, state: QuorumState) -> bool:
         """Say whether a majority of the members of *state* answers."""
         if not self.files:
-            return False
-        with closing(self._connect(state, PROBE_TIMEOUT_S)) as store:
+            raise ControlStoreError(
+                f"{_nodes(state)} hold the control record of this run, in etcd, which this node "
+                "cannot reach: openssl is not installed, or fails"
+            )
+        with closing(self._connect(state, self.probe_timeout_s)) as store:
             try:
                 store.get(RECORD_KEY)
             except ControlStoreError as exc:
@@ -254,24 +314,32 @@ class QuorumFormation:
         start = members.index(own) if own in members else int(self.me.agent[1:], 16)
         start %= len(members)
         url = member_url(members[start:] + members[:start], self.files)
-        key = f"{self.run_key}/{state.members[0].agent}"
-        return EtcdControlStore(url, run_key=key, token=self.token, deadline_s=deadline_s)
+        return EtcdControlStore(
+            url, run_key=self._key(state), token=self.token, deadline_s=deadline_s
+        )
 
-    def _start_member(self, state: QuorumState) -> None:
+    def _key(self, state: QuorumState) -> str:
+        """Return the run's key in the etcds of *state*."""
+        return f"{self.run_key}/{state.members[0].agent}"
+
+    def _start_member(self, state: QuorumState) -> str:
+        """Start the etcd of this node; return why it does not run, "" where it does."""
         me = self.me
         argv = [*module_command("gpuops.control.etcd.member")]
         argv += ["--name", me.agent, "--address", me.address]
         argv += ["--client-port", str(me.client_port), "--peer-port", str(me.peer_port)]
         argv += ["--cluster", state.cluster, "--cluster-token", state.members[0].agent]
-        argv += ["--run-key", f"{self.run_key}/{state.members[0].agent}"]
+        argv += ["--run-key", self._key(state)]
+        for sock in self._sockets:
+            sock.close()
         try:
             process = start_sidecar(argv, environ())
             end_s = time.monotonic() + START_MEMBER_S
             line = process.first_line(end_s, self.token.encode())
         except OSError as exc:
             line = f"failed {exc}"
-        if line != "ready":
-            log.warning("this node's etcd does not run: %s", line or "no answer")
+        why = line.removeprefix("failed ") or "no answer"
+        return "" if line == "ready" else f"the etcd of {me.node} does not run: {why}"
 
 
 def form_quorum(
@@ -287,6 +355,9 @@ def form_quorum(
     Raises:
         ControlStoreError: The server does not answer.
     """
+    why = quorum.reason_against(plan.limits.nodes_max)
+    if why:
+        return why
     token, run_key = meeting.token, meeting.run_key
 
     def introduction() -> TcpControlStore:
@@ -309,21 +380,15 @@ def _nodes(state: QuorumState) -> str:
     return ", ".join(member.node for member in state.members)
 
 
-def _free_ports(address: str) -> tuple[int, int]:
+def _bound_sockets(address: str) -> tuple[socket.socket, ...]:
+    """Return two sockets with ports of *address*, which nobody else gets while these are open."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sockets = socket.socket(family), socket.socket(family)
     try:
-        with socket.socket(family) as one, socket.socket(family) as other:
-            one.bind((address, 0))
-            other.bind((address, 0))
-            return one.getsockname()[1], other.getsockname()[1]
+        for sock in sockets:
+            sock.bind((address, 0))
     except OSError as exc:
+        for sock in sockets:
+            sock.close()
         raise ControlStoreError(f"no port of {address} can be had: {exc}") from exc
-
-
-def reason_against(nodes_max: int) -> str | None:
-    """Return why no quorum is tried for *nodes_max* nodes, None where it is."""
-    if nodes_max < quorum.NODES_MIN:
-        return f"{nodes_max} nodes have no majority without one of them"
-    if nodes_max > quorum.NODES_MAX:
-        return f"it was not tried on more than {quorum.NODES_MAX} nodes"
-    return None
+    return sockets

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpuops.config.resolve import environ
-from gpuops.control.etcd.address import SCHEME
+from gpuops.control.etcd.address import SCHEME, EtcdAddress
 from gpuops.control.etcd.credentials import write_credentials
 from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.store import EtcdControlStore
@@ -38,6 +38,8 @@ from gpuops.host.process.sidecar import report_and_detach
 
 LEASE_S = 120.0
 CHECK_S = 1.0
+SOON_S = 0.2
+GUEST_ADDRESS = "127.0.0.1"  # nobody connects to a guest
 LINGER_S = 4 * CHECK_S
 TOKEN_BYTES_MAX = 4096
 _PR_SET_PDEATHSIG = 1
@@ -95,6 +97,7 @@ def _serve(options: argparse.Namespace, token: str, folder: Path) -> int:
     try:
         files = write_credentials(folder, token, options.address)
         etcd = _start(etcd_command(options, folder, files), folder)
+        _check_runs(etcd, folder)
     except (ControlStoreError, OSError) as exc:
         report_and_detach(f"failed {exc}")
         return 1
@@ -137,6 +140,14 @@ def _start(command: list[str], folder: Path) -> "subprocess.Popen[bytes]":
         )
 
 
+def _check_runs(etcd: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Raise if *etcd* ends at once: it does not know a flag, or cannot listen."""
+    with suppress(subprocess.TimeoutExpired):
+        code = etcd.wait(SOON_S)
+        lines = (folder / "log").read_text(errors="replace").strip().splitlines() or ["no message"]
+        raise ControlStoreError(f"exit {code}, {lines[-1]}")
+
+
 def _watch(
     etcd: "subprocess.Popen[bytes]", options: argparse.Namespace, token: str, files: dict[str, str]
 ) -> int:
@@ -160,6 +171,20 @@ def _watch(
             revision, changed_s = store.revision, time.monotonic()
         pause.wait(CHECK_S)
     return 0
+
+
+def connect_as_guest(
+    endpoint: str, *, run_key: str, token: str, deadline_s: float
+) -> EtcdControlStore:
+    """Return the control store that the members at *endpoint* hold, with certificates of our own.
+
+    Raises:
+        ControlStoreError: *endpoint* is malformed, or openssl is missing.
+    """
+    members = EtcdAddress.parse(endpoint).members
+    with tempfile.TemporaryDirectory(prefix="gpuops-guest-") as folder:
+        url = member_url(members, write_credentials(Path(folder), token, GUEST_ADDRESS))
+        return EtcdControlStore(url, run_key=run_key, token=token, deadline_s=deadline_s)
 
 
 def member_url(members: Sequence[tuple[str, int]], files: dict[str, str]) -> str:

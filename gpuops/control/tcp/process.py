@@ -146,14 +146,25 @@ log = logging.getLogger(__name__)
 RESTART_LEASE_S = 20.0
 
 
+RECORD_LOST = "what the agents agreed on is lost"
+# Under a quorum the server only introduces agents to each other.
+INTRODUCTION_LOST = "the run goes on, and another one takes its place"
+
+
 class ServerGuard:
     """Waits in a thread for the end of *server*; calls *restart_server* once, if it was killed.
 
     A server that nobody needed any more ends with exit code 0 and is left alone.
     """
 
-    def __init__(self, server: ServerProcess, restart_server: Callable[[], ServerProcess]) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        restart_server: Callable[[], ServerProcess],
+        consequence: str = RECORD_LOST,
+    ) -> None:
         self._server = server
+        self._consequence = consequence
         self._restart = restart_server
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="gpuops-server", daemon=True)
@@ -170,7 +181,7 @@ class ServerGuard:
     def _run(self) -> None:
         if not self._has_ended() or self._server.wait() == 0:
             return
-        log.warning("the control store's server was killed: what the agents agreed on is lost")
+        log.warning("the control store's server was killed: %s", self._consequence)
         try:
             self._restart()
         except ControlStoreError as exc:

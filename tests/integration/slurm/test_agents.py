@@ -43,6 +43,7 @@ class Launch:
             "PATH": f"{self.cluster.home}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
             "PET_NPROC_PER_NODE": "1",
+            "PET_RDZV_CONF": "quorum=0",
             "OMP_NUM_THREADS": "1",
             "GPUOPS_RUN_DIR": str(self.folder / "runs"),
             "GPUOPS_STORE": f"sqlite:///{self.folder}/run.db",
@@ -138,7 +139,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_task_is_gone(launch):
 
 def test_an_agent_that_is_killed_is_started_again_by_its_parent(launch):
     # A busy machine may take longer to start it than the 15 s after which its node is given up.
-    flags = "--rdzv-conf=keep_alive_interval=7"
+    flags = "--rdzv-conf=quorum=0,keep_alive_interval=7"
     job_id = launch.submit("elastic.sbatch", 3000, "--nodes=2", flags=flags)
     launch.has_stepped()
     os.kill(launch.victim(), signal.SIGKILL)

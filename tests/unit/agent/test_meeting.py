@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from support.boards import RUN_KEY, TOKEN, server
 from gpuops.agent.elastic.workers import free_port
 from gpuops.agent.launch.endpoint import address_towards, meet
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
+from gpuops.agent.launch.quorum import QuorumPlan
+from gpuops.control.etcd.quorum import GatherLimits
 from gpuops.control.store import (
     ControlStoreError,
     ControlStoreUnreachableError,
@@ -168,6 +171,19 @@ def test_a_job_with_a_new_token_waits_for_the_end_of_its_run_before():
         met.store.put(RUN_OVER_KEY, b"0")
         met.store.close()
         met.guard.close()
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_the_host_of_a_record_that_nobody_else_holds_says_so_once(caplog, is_host):
+    plan = QuorumPlan(node="n0", limits=GatherLimits(nodes_min=2, nodes_max=2))
+    caplog.set_level("INFO")
+    with server() as process:
+        met = join(tcp_meeting(process.port, is_host=is_host), quorum=plan, wait=time.sleep)
+        met.store.close()
+
+    said = [line for line in caplog.messages if "is lost" in line]
+    line = "the run ends if node n0, which holds the control store, is lost: two nodes have no "
+    assert said == is_host * [f"{line}majority without one of them"]
 
 
 def test_what_is_told_of_a_board_holds_no_secret():

@@ -244,6 +244,13 @@ def test_insecure_is_said_once_and_keeps_states_at_home(script):
     assert requested("--insecure", script).warnings == ()
 
 
+def test_a_quorum_beside_a_store_of_the_site_is_needless(script):
+    etcd = ("--nnodes=4", "--rdzv-id=a", "--rdzv-endpoint=etcd://h", "--rdzv-conf=quorum=1")
+    (line,) = requested(*etcd, script).warnings
+    assert line == "--rdzv-conf: quorum=1 changes nothing: Etcd holds the control record"
+    assert requested("--nnodes=4", *C10D, "--rdzv-conf=quorum=1", script).warnings == ()
+
+
 def test_insecure_contradicts_a_token_and_copies_on_other_nodes(script):
     with pytest.raises(UsageError, match=r"--insecure.*\(GPUOPS_TOKEN\); leave one out"):
         requested("--nnodes=2", "--insecure", *C10D, script, env={"GPUOPS_TOKEN": "4f" * 16})

@@ -27,6 +27,7 @@ from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.record import RECORD_KEY
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.tcp.process import start_server
 from gpuops.host.clock import SystemClock
 
 
@@ -39,6 +40,13 @@ def members():
         if child.status() != psutil.STATUS_ZOMBIE
         and "gpuops.control.etcd.member" in child.cmdline()
     ]
+
+
+def left(handles):
+    """End the agents of *handles*, but not their members."""
+    for handle in handles:
+        handle.close(is_last=False)
+        handle.store.close()
 
 
 @pytest.fixture
@@ -113,6 +121,66 @@ def test_members_end_with_the_run(introduce):
         eventually(lambda: not members(), "the members end")
 
 
+def test_agents_that_were_started_again_introduce_later_ones(introduce):
+    """Whose agent is killed, its etcd lives on; the new agent is a member no more."""
+    with server() as process:
+        left(introduce(process.port, 3))
+        again = introduce(process.port, 3)
+        process.kill()
+        anew = start_server("127.0.0.1", process.port, run_key=RUN_KEY, token=TOKEN)
+        try:
+            with contextlib.closing(tcp_board(process.port)) as board:
+                eventually(lambda: board.get(QUORUM_KEY).version, "they tell it of the quorum")
+                found = QuorumState.from_bytes(board.get(QUORUM_KEY).value)
+            assert found == again[0].state
+            left(again)
+        finally:
+            anew.kill()
+
+
+def test_a_new_round_ends_the_members_on_the_nodes_that_it_counts(introduce):
+    """With those that were cut off they would be a majority again, and two runs would train."""
+    with server() as process:
+        handles = introduce(process.port, 3)
+        left(handles[:2])
+        handles[2].close(is_last=False)
+        by_port = {
+            int(it.cmdline()[it.cmdline().index("--client-port") + 1]): it for it in members()
+        }
+        by_node = {it.node: by_port[it.client_port] for it in handles[0].state.members}
+        (cut_off,) = by_node["n2"].children()
+        cut_off.suspend()
+        by_node["n0"].kill()
+
+        later = introduce(process.port, 2, nodes_max=3, first_call_s=0.0)
+        assert all("only 2 of 3 nodes came" in why for why in later)
+
+        cut_off.resume()
+        with pytest.raises(ControlStoreUnreachableError):
+            handles[2].store.put("k", b"v")
+        handles[2].store.close()
+
+
+def test_an_agent_that_is_cut_off_leaves_the_member_of_its_node_alone(introduce):
+    """The run needs it after the cut."""
+    with server() as process:
+        handles = introduce(process.port, 3)
+        left(handles)
+        etcds = [child for member in members() for child in member.children()]
+        for etcd in etcds:
+            etcd.suspend()
+
+        with ThreadPoolExecutor(1) as pool:
+            alone = pool.submit(introduce, process.port, 1, nodes_max=3)
+            with contextlib.closing(tcp_board(process.port)) as board:
+                eventually(lambda: board.list("quorum/2/"), "a candidate of the next round")
+            for etcd in etcds:
+                etcd.resume()
+            (found,) = alone.result()
+        assert found.state == handles[0].state
+        left([found])
+
+
 def test_agents_without_etcd_do_not_wait_for_others(introduce, tmp_path, monkeypatch):
     (tmp_path / "openssl").symlink_to(shutil.which("openssl"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -161,7 +229,8 @@ def test_whoever_cannot_reach_the_members_begins_no_second_run():
     assert board.list("quorum/2/") == {}
 
     # Where two of the three nodes see it so, the third has no majority alone.
-    first.note_in(2)
+    first.note_in("2")
+    first.note_in("2-ended")
     assert "nodes came within" in second.run()
     first.close()
 

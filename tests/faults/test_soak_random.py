@@ -28,7 +28,7 @@ FLAGS = (
     *("--hang-timeout=8", "--grow-after=3", "--max-restarts=1000000"),
     "--rdzv-conf=join_timeout=120",
 )
-QUORUM_FLAGS = ("--rdzv-conf=join_timeout=120,quorum=1,store_lost_timeout=30",)
+QUORUM_FLAGS = ("--rdzv-conf=join_timeout=120,store_lost_timeout=30",)
 JOB = {"JOB_STEPS": "10000000", "JOB_PAUSE_S": "0.05"}
 STEPS_AGAIN_S = 150
 
@@ -247,7 +247,7 @@ def storm_over_a_quorum(folder, seed):
     """Yield a storm over a run of four hosts that need nothing else."""
     find_etcd()
     with Hosts(4, folder) as hosts:
-        options = {"nnodes": "2:4", "env": JOB, "run_id": f"s{seed}"}
+        options = {"nnodes": "2:4", "env": JOB, "run_id": f"s{seed}", "quorum": True}
         with ClusterRun(hosts, folder, *FLAGS, *QUORUM_FLAGS, **options) as run:
             yield QuorumStorm(hosts, run, seed)
 

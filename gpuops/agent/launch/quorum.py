@@ -17,7 +17,7 @@ from gpuops.config.resolve import environ
 from gpuops.control.etcd import quorum
 from gpuops.control.etcd.credentials import write_credentials
 from gpuops.control.etcd.folders import locked_folder
-from gpuops.control.etcd.member import member_url
+from gpuops.control.etcd.member import member_url, request_end
 from gpuops.control.etcd.quorum import Candidate, GatherLimits, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
 from gpuops.control.record import RECORD_KEY
@@ -67,15 +67,13 @@ class QuorumHandle:
     state: QuorumState
     introduction: Callable[[], ControlStore]
     folder: Path
-    is_member: bool
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Keep the endpoint's server informed, so that later agents find the quorum."""
-        if self.is_member:
-            self._thread = threading.Thread(target=self._run, name="gpuops-quorum", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="gpuops-quorum", daemon=True)
+        self._thread.start()
 
     def close(self, *, is_last: bool) -> None:
         """Announce it no more; the last agent of a run takes it off the endpoint's server."""
@@ -217,7 +215,6 @@ class QuorumFormation:
                 state=state,
                 introduction=self.introduction,
                 folder=self.folder,
-                is_member=self.me in state.members,
             )
             return None, handle
         return (self._begin_anew(state) if state.phase is QuorumPhase.ON else None), None
@@ -239,8 +236,14 @@ class QuorumFormation:
         version = self.server.get(quorum.ALIVE_KEY).version
         if self._seconds_with("alive", version) < quorum.STALE_S:
             return None
-        if quorum.may_begin_anew(state, self._candidates(state.number + 1)):
-            return QuorumState(number=state.number + 1)
+        number = state.number + 1
+        # No member is ended for a round that does not come: the run needs it after the cut.
+        if (
+            quorum.may_begin_anew(state, self._candidates(f"{number}"))
+            and self._has_no_member_of(state)
+            and quorum.may_begin_anew(state, self._candidates(f"{number}-ended"))
+        ):
+            return QuorumState(number=number)
         why = (
             f"{_nodes(state)} hold the control record of this run, and most of them do not answer: "
             "they may train where they cannot be reached from here"
@@ -252,12 +255,22 @@ class QuorumFormation:
             log.warning("waiting: %s", why)
         return None
 
+    def _has_no_member_of(self, state: QuorumState) -> bool:
+        """Say whether no member of *state* runs on this node, after asking it to end.
+
+        With those that were cut off from here it could be a majority again.
+        """
+        own = [member for member in state.members if member.node == self.plan.node]
+        for member in own:
+            request_end(member.agent)
+        return not any(_is_listening(member.address, member.client_port) for member in own)
+
     def _gather(self, state: QuorumState) -> QuorumState | None:
         if self.server.get(RECORD_KEY).version:
             # Of another version, or of a run before this one whose agents were killed.
             why = "an agent of this run holds it there already, without a quorum"
             return replace(state, phase=QuorumPhase.OFF, why=why)
-        limits, candidates = self.plan.limits, self._candidates(state.number)
+        limits, candidates = self.plan.limits, self._candidates(f"{state.number}")
         wait_s = limits.wait_s(len(candidates))
         return quorum.after_gathering(
             state,
@@ -267,16 +280,16 @@ class QuorumFormation:
             waited_s=self._seconds_with("waited", (state.number, wait_s)),
         )
 
-    def note_in(self, number: int) -> str:
-        """Note this agent as one of round *number*; return the prefix of its agents' keys."""
-        prefix = f"quorum/{number}/"
+    def note_in(self, name: str) -> str:
+        """Note this agent as one of the round *name*; return the prefix of its agents' keys."""
+        prefix = f"quorum/{name}/"
         self._noted.add(prefix + self.me.agent)
         self.server.put(prefix + self.me.agent, quorum.candidate_bytes(self.me))
         return prefix
 
-    def _candidates(self, number: int) -> list[Candidate]:
-        """Return the agents of round *number*, this one among them: the newest of each node."""
-        prefix = self.note_in(number)
+    def _candidates(self, name: str) -> list[Candidate]:
+        """Return the agents of the round *name*, this one among them: the newest of each node."""
+        prefix = self.note_in(name)
         found = self.server.list(prefix)
         try:
             candidates = [quorum.read_candidate(entry.value) for entry in found.values()]
@@ -378,6 +391,16 @@ def form_quorum(
 
 def _nodes(state: QuorumState) -> str:
     return ", ".join(member.node for member in state.members)
+
+
+def _is_listening(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass  # nobody knows
+    return True
 
 
 def _bound_sockets(address: str) -> tuple[socket.socket, ...]:

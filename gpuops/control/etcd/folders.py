@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,15 +17,22 @@ def locked_folder(prefix: str, parent: Path) -> tuple[Path, int]:
     Raises:
         OSError: None can be made.
     """
-    for left in parent.glob(f"{prefix}*"):
+    for left in own_folders(prefix, parent):
         with suppress(OSError):
-            if left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink():
-                _remove_unused(left)
+            _remove_unused(left)
     # Under its name only once it is marked: another process may look in between.
     made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return made.rename(made.with_name(made.name.removeprefix("."))), fd
+
+
+def own_folders(prefix: str, parent: Path) -> Iterator[Path]:
+    """Yield the folders of this user in *parent* whose names begin with *prefix*."""
+    for found in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if found.lstat().st_uid == os.geteuid() and found.is_dir() and not found.is_symlink():
+                yield found
 
 
 def _remove_unused(folder: Path) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from gpuops.config.resolve import environ
 from gpuops.control.etcd.address import SCHEME, EtcdAddress
 from gpuops.control.etcd.credentials import write_credentials
-from gpuops.control.etcd.folders import locked_folder
+from gpuops.control.etcd.folders import locked_folder, own_folders
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import (
     VALUE_BYTES_MAX,
@@ -42,6 +42,7 @@ SOON_S = 0.2
 GUEST_ADDRESS = "127.0.0.1"  # nobody connects to a guest
 LINGER_S = 4 * CHECK_S
 TOKEN_BYTES_MAX = 4096
+_PREFIX, _NAME, _END = "gpuops-etcd-", "name", "end"  # a member's folder, and files in it
 _PR_SET_PDEATHSIG = 1
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _FIXED_FLAGS = (
@@ -80,10 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = file.read(TOKEN_BYTES_MAX).decode()
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    memory = "/dev/shm"  # noqa: S108 a private folder in it
-    parent = Path(memory if os.access(memory, os.W_OK) else tempfile.gettempdir())
     try:
-        folder, _mark = locked_folder("gpuops-etcd-", parent)
+        folder, _mark = locked_folder(_PREFIX, _parent())
+        (folder / _NAME).write_text(options.name)
     except OSError as exc:
         report_and_detach(f"failed {exc}")
         return 1
@@ -91,6 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(options, token, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parent() -> Path:
+    memory = "/dev/shm"  # noqa: S108 a private folder in it
+    return Path(memory if os.access(memory, os.W_OK) else tempfile.gettempdir())
+
+
+def request_end(name: str) -> None:
+    """Ask the member *name*, if it runs on this node, to end."""
+    for folder in own_folders(_PREFIX, _parent()):
+        with suppress(OSError):
+            if (folder / _NAME).read_text() == name:
+                (folder / _END).touch()
 
 
 def _serve(options: argparse.Namespace, token: str, folder: Path) -> int:
@@ -104,7 +117,7 @@ def _serve(options: argparse.Namespace, token: str, folder: Path) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     report_and_detach("ready")
     try:
-        return _watch(etcd, options, token, files)
+        return _watch(etcd, options, token, folder, files)
     finally:
         with suppress(ProcessLookupError):
             etcd.kill()
@@ -149,13 +162,17 @@ def _check_runs(etcd: "subprocess.Popen[bytes]", folder: Path) -> None:
 
 
 def _watch(
-    etcd: "subprocess.Popen[bytes]", options: argparse.Namespace, token: str, files: dict[str, str]
+    etcd: "subprocess.Popen[bytes]",
+    options: argparse.Namespace,
+    token: str,
+    folder: Path,
+    files: dict[str, str],
 ) -> int:
     url = member_url([(options.address, options.client_port)], files)
     store = EtcdControlStore(url, run_key=options.run_key, token=token)
     pause = threading.Event()
     revision, changed_s = 0, time.monotonic()
-    while time.monotonic() - changed_s < options.lease:
+    while time.monotonic() - changed_s < options.lease and not (folder / _END).exists():
         code = etcd.poll()
         if code is not None:
             return code

@@ -47,7 +47,16 @@ _WAITS = re.compile(
     # A socket has these methods, too; what it waits for is no rank.
     r"|(?:dist|comm|group|pg)\.(?:recv|irecv|send)\("
 )
-_READS_DEVICE = re.compile(r"\.(?:item|cpu|tolist|numpy)\(|\.to\([\"']cpu")
+# What copies a value from the device: `_local_scalar_dense` (torch's `item` and every conversion to
+# a Python number or truth value), a copy to the host, an operator whose result's size is data.
+_READS_DEVICE = re.compile(
+    r"\.(?:item|cpu|tolist|numpy|nonzero|argwhere|is_nonzero|equal|allclose|masked_select"
+    r"|unique|_unique2|unique_consecutive|bincount)\("
+    r"|\.to\([\"']cpu|\b(?:float|int|bool)\([\w.\[\]]+\)"
+    r"|^(?:if|elif|assert)\b.*\.(?:any|all|isnan|isinf|isfinite)\("
+    # A condition that calls nothing takes no time, unless it is a tensor's.
+    r"|^(?:if|elif|assert)\b[^(]*$"
+)
 _LOCK_TEXT = (
     "waits for a lock of torch's JIT builds; unless a process builds, a killed build left the file"
     " `lock` in its folder below $TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions: delete it;"
@@ -139,7 +148,8 @@ def _by_stack(facts: RankFacts) -> RankDiagnosis:
         return RankDiagnosis(
             RankState.UNKNOWN, how + where, is_moving=moves_bytes, moves_bytes=moves_bytes
         )
-    state, how = _by_frames(main.frames, facts.source_line)
+    # torch releases the interpreter lock where it waits; who holds it computes in Python.
+    state, how = _by_frames(main.frames, None if main.owns_gil else facts.source_line)
     moving = moves_bytes or _has_moved(facts.samples)
     if state is RankState.WAITS_FOR_LOCK:
         moving = moves_bytes = False  # it only asks for the lock again

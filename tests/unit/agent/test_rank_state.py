@@ -147,6 +147,57 @@ def test_native_code_that_the_script_calls_is_told_by_the_scripts_own_line(line,
     assert at(USER, line=line).state is expected
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if loss > 0:",
+        "if found_inf:",
+        "elif not scores[0] == best.value:",
+        "assert loss < limit",
+        "skip = bool(overflow)",
+        "total += float(losses[0])",
+        "n = int(batch.count)",
+        "values = loss.tolist()",
+        "rows = mask.nonzero()",
+        "rows = torch.nonzero(mask, as_tuple=True)",
+        "if torch.equal(a, b):",
+        "same = torch.allclose(a, b)",
+        "if torch.isnan(loss):",
+        "if grads.isnan().any():",
+        "assert torch.isfinite(norm).all(), 'overflow'",
+        "kept = x.masked_select(mask)",
+        "if error_if_nonfinite and torch.logical_or(total_norm.isnan(), total_norm.isinf()):",
+        'if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):',
+    ],
+)
+def test_a_value_of_the_device_that_the_script_looks_at_is_waited_for(line):
+    assert at(USER, line=line).state is RankState.WAITS_FOR_DEVICE
+    looks = facts(sample(spied=stacks(USER, owns=True)), line=line)
+    assert judge_rank(looks).state is RankState.IN_USER_CODE, "Python computes, torch would not"
+
+
+def test_gradscaler_waits_for_the_overflow_flag_of_its_device():
+    scaler = StackFrame(f"{SITE}/torch/amp/grad_scaler.py", 371, "_maybe_opt_step")
+    line = 'if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):'
+
+    assert at(scaler, USER, line=line).state is RankState.WAITS_FOR_DEVICE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "score = float(evaluate(model))",
+        "while not ready:",
+        "if evaluate(model) > 0:",
+        "if reader.wait_for(path) > 0:",
+        "model.generate(prompts)",
+        "n = interpret(values)",
+    ],
+)
+def test_a_call_of_native_code_that_may_compute_is_the_scripts(line):
+    assert at(USER, line=line).state is RankState.IN_USER_CODE
+
+
 def test_a_synchronisation_waits_for_the_gpu():
     frames = StackFrame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"), USER
 

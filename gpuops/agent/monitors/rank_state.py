@@ -36,7 +36,8 @@ _WORK_S_MIN = 150e-6
 # Of a recording, also of a main thread that does not wait, or waits for its GPU, and goes on.
 _ELSEWHERE_MIN = 0.01
 _TORCH = re.compile(r"/torch/")
-_COLLECTIVE = re.compile(r"/torch/distributed/|/torchft/|/deepspeed/comm/|/horovod/")
+# Its checkpoints read and write files; where they wait for other ranks, c10d is below them.
+_COLLECTIVE = re.compile(r"/torch/distributed/(?!checkpoint/)|/torchft/|/deepspeed/comm/|/horovod/")
 _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
 _DEVICE = re.compile(r"/torch/(?:cuda|accelerator|xpu)/")
 _DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")

@@ -147,6 +147,18 @@ def test_native_code_that_the_script_calls_is_told_by_the_scripts_own_line(line,
     assert at(USER, line=line).state is expected
 
 
+def test_a_rank_that_reads_a_checkpoint_of_dcp_waits_for_nobody():
+    reads = (
+        StackFrame(f"{SITE}/torch/distributed/checkpoint/filesystem.py", 3, "read_data"),
+        StackFrame(f"{SITE}/torch/distributed/checkpoint/state_dict_loader.py", 2, "load"),
+        USER,
+    )
+    gathers = StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "gather_object")
+
+    assert at(*reads).state is RankState.IN_USER_CODE
+    assert at(gathers, *reads).state is RankState.IN_COLLECTIVE
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -76,7 +76,7 @@ def test_a_quarter_of_an_hour_of_loading_is_no_hang_and_standing_still_is(tmp_pa
 
         def work():
             if works:
-                tell(feed() if text is RECEIVES else 2**20)
+                tell(feed() if text is RECEIVES else 2**24)
 
         after_s = Start(tmp_path, pid, work).hang(900)
 

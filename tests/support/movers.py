@@ -25,9 +25,9 @@ def told(text, *args):
 
 
 READS = "def act(n): os.read(os.open('/dev/zero', os.O_RDONLY), n)"
-CHILD = f"""
-text = "import os; {READS.partition(": ")[2].replace("n)", "int(input()))")}; print(input())"
-child = subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True)
+CHILD = """
+text = "import os, sys; f = os.open('/dev/zero', 0); [os.read(f, int(n)) for n in sys.stdin]"
+child = subprocess.Popen([sys.executable, "-c", text], stdin=-1, text=True)
 def act(n):
     child.stdin.write(str(n) + chr(10))
     child.stdin.flush()

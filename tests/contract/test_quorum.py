@@ -31,15 +31,16 @@ from gpuops.control.tcp.process import start_server
 from gpuops.host.clock import SystemClock
 
 
+def children(module):
+    """Return the processes of this test that run *module*."""
+    found = psutil.Process().children()
+    living = (child for child in found if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in living if module in child.cmdline()]
+
+
 def members():
     """Return the processes that run this test's members."""
-    children = psutil.Process().children()
-    return [
-        child
-        for child in children
-        if child.status() != psutil.STATUS_ZOMBIE
-        and "gpuops.control.etcd.member" in child.cmdline()
-    ]
+    return children("gpuops.control.etcd.member")
 
 
 def left(handles):
@@ -74,7 +75,7 @@ def introduce():
             return list(pool.map(one, range(n)))
 
     yield form
-    for child in members():
+    for child in (*members(), *children("gpuops.control.tcp.serve")):
         child.kill()
 
 

@@ -381,9 +381,11 @@ def _leave(assembly: AssembledAgent) -> None:
                 has_server = kind is EndpointKind.TCP and quorum is None
                 dead = assembly.services.leader.dead_agents
                 is_last = leave(store, control.record, control.me, has_server=has_server, dead=dead)
-        assembly.endpoint.store.close()
         if quorum is not None:
             quorum.close(is_last=is_last)
+            if is_last:
+                quorum.store.end_servers()
+        assembly.endpoint.store.close()
 
     assembly.close()
     going = threading.Thread(target=go, daemon=True)

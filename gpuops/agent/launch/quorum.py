@@ -18,6 +18,7 @@ from gpuops.control.etcd import quorum
 from gpuops.control.etcd.credentials import write_credentials
 from gpuops.control.etcd.folders import locked_folder
 from gpuops.control.etcd.member import member_url, request_end
+from gpuops.control.etcd.presence import QuorumControlStore
 from gpuops.control.etcd.quorum import Candidate, GatherLimits, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
 from gpuops.control.record import RECORD_KEY
@@ -26,6 +27,7 @@ from gpuops.control.store import (
     ControlStoreError,
     ControlStoreUnreachableError,
 )
+from gpuops.control.tcp.process import start_server
 from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.process.command import module_command
@@ -62,7 +64,7 @@ class QuorumPlan:
 class QuorumHandle:
     """The quorum that this agent is part of; ``store`` is the run's control store."""
 
-    store: EtcdControlStore
+    store: QuorumControlStore
     run_key: str
     state: QuorumState
     introduction: Callable[[], ControlStore]
@@ -151,13 +153,14 @@ class QuorumFormation:
                 self._sockets = _bound_sockets(self.address)
         except ControlStoreError as exc:
             log.debug("this node cannot hold the control record: %s", exc)
-        ports = [sock.getsockname()[1] for sock in self._sockets] or [0, 0]
+        ports = [sock.getsockname()[1] for sock in self._sockets] or [0, 0, 0]
         self.me = Candidate(
             agent=f"m{uuid4().hex[:12]}",
             node=self.plan.node,
             address=self.address,
             client_port=ports[0],
             peer_port=ports[1],
+            presence_port=ports[2],
             domain=self.plan.domain,
             can_call=bool(self.files),
         )
@@ -311,7 +314,13 @@ class QuorumFormation:
                 f"{_nodes(state)} hold the control record of this run, in etcd, which this node "
                 "cannot reach: openssl is not installed, or fails"
             )
-        with closing(self._connect(state, self.probe_timeout_s)) as store:
+        probe = EtcdControlStore(
+            self._url(state),
+            run_key=self._key(state),
+            token=self.token,
+            deadline_s=self.probe_timeout_s,
+        )
+        with closing(probe) as store:
             try:
                 store.get(RECORD_KEY)
             except ControlStoreError as exc:
@@ -319,17 +328,23 @@ class QuorumFormation:
                 return False
         return True
 
-    def _connect(self, state: QuorumState, deadline_s: float = DEADLINE_S) -> EtcdControlStore:
+    def _connect(self, state: QuorumState) -> QuorumControlStore:
         """Return a client of the control store that the members of *state* hold."""
+        return QuorumControlStore(
+            self._url(state),
+            servers=[(member.address, member.presence_port) for member in state.members],
+            run_key=self._key(state),
+            token=self.token,
+            deadline_s=DEADLINE_S,
+        )
+
+    def _url(self, state: QuorumState) -> str:
         members = [(member.address, member.client_port) for member in state.members]
         own = (self.address, self.me.client_port)
         # Each agent asks the member on its own node first, the others in an order of its own.
         start = members.index(own) if own in members else int(self.me.agent[1:], 16)
         start %= len(members)
-        url = member_url(members[start:] + members[:start], self.files)
-        return EtcdControlStore(
-            url, run_key=self._key(state), token=self.token, deadline_s=deadline_s
-        )
+        return member_url(members[start:] + members[:start], self.files)
 
     def _key(self, state: QuorumState) -> str:
         """Return the run's key in the etcds of *state*."""
@@ -346,10 +361,11 @@ class QuorumFormation:
         for sock in self._sockets:
             sock.close()
         try:
+            start_server(me.address, me.presence_port, run_key=self._key(state), token=self.token)
             process = start_sidecar(argv, environ())
             end_s = time.monotonic() + START_MEMBER_S
             line = process.first_line(end_s, self.token.encode())
-        except OSError as exc:
+        except (OSError, ControlStoreError) as exc:
             line = f"failed {exc}"
         why = line.removeprefix("failed ") or "no answer"
         return "" if line == "ready" else f"the etcd of {me.node} does not run: {why}"
@@ -404,9 +420,9 @@ def _is_listening(address: str, port: int) -> bool:
 
 
 def _bound_sockets(address: str) -> tuple[socket.socket, ...]:
-    """Return two sockets with ports of *address*, which nobody else gets while these are open."""
+    """Return three sockets with ports of *address*; nobody else gets these while they are open."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sockets = socket.socket(family), socket.socket(family)
+    sockets = tuple(socket.socket(family) for _ in range(3))
     try:
         for sock in sockets:
             sock.bind((address, 0))

@@ -4,4 +4,7 @@ The client is the standard library over etcd's JSON gateway, which every etcd si
 its client port. Of the packages, etcd3 was last released in 2020 and needs grpc; etcd3gw is kept,
 but calls one member only, limits each read and not a call, and needs three further packages for
 the one POST that is used here.
+
+`quorum` decides which nodes of a run hold its record without Postgres, `member` is one of these
+etcds, `presence` the store that agents use there: it also knows which agents are connected.
 """

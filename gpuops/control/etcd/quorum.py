@@ -49,7 +49,7 @@ class QuorumPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An agent, where it is, and the ports of its etcd: 0 where it cannot start one.
+    """An agent, where it is, and the ports of its etcd and of its server: 0 where it has no etcd.
 
     Without openssl it ``can_call`` none either.
     """
@@ -59,6 +59,7 @@ class Candidate:
     address: str
     client_port: int = 0
     peer_port: int = 0
+    presence_port: int = 0
     domain: tuple[str, ...] = ()
     can_call: bool = True
 
@@ -127,19 +128,20 @@ class QuorumState:
 def candidate_bytes(candidate: Candidate) -> bytes:
     """Return what `read_candidate` reads."""
     fields = (candidate.agent, candidate.node, candidate.address)
-    ports = (candidate.client_port, candidate.peer_port)
+    ports = (candidate.client_port, candidate.peer_port, candidate.presence_port)
     return json.dumps([*fields, *ports, list(candidate.domain), candidate.can_call]).encode()
 
 
 def read_candidate(data: bytes) -> Candidate:
     """Return the candidate in *data*; raises ValueError where there is none."""
-    agent, node, address, client_port, peer_port, domain, can_call = json.loads(data)
+    agent, node, address, client_port, peer_port, presence_port, domain, can_call = json.loads(data)
     return Candidate(
         agent=str(agent),
         node=str(node),
         address=str(address),
         client_port=int(client_port),
         peer_port=int(peer_port),
+        presence_port=int(presence_port),
         domain=tuple(str(part) for part in domain),
         can_call=bool(can_call),
     )

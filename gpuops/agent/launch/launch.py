@@ -169,14 +169,15 @@ def _join(
     Raises:
         ControlStoreUnreachableError: It has not answered within the time to join.
     """
-    limit_s = prepared.request.plan.join_timeout_s
-    end_ns = prepared.clock.mono_ns() + round(limit_s * NS_PER_S)
+    end_ns = prepared.clock.mono_ns() + round(prepared.request.plan.join_timeout_s * NS_PER_S)
     while True:
         met = _find_endpoint(prepared)
         try:
             return enter(met)
         except ControlStoreUnreachableError as exc:
             met.store.close()
+            if met.quorum is not None:
+                met.quorum.abandon()
             if prepared.clock.mono_ns() >= end_ns:
                 raise
             log.warning("entering the run again: %s", exc)

@@ -79,9 +79,7 @@ class QuorumHandle:
 
     def close(self, *, is_last: bool) -> None:
         """Announce it no more; the last agent of a run takes it off the endpoint's server."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * PROBE_TIMEOUT_S)
+        self.abandon()
         with suppress(ControlStoreError):
             server = self.introduction()
             try:
@@ -90,6 +88,12 @@ class QuorumHandle:
                 server.compare_and_set(RUN_OVER_KEY, b"1" if is_last else b"30", version=0)
             finally:
                 server.close()
+
+    def abandon(self) -> None:
+        """Announce it no more: it does not answer, and nobody else must wait for it."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * PROBE_TIMEOUT_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self) -> None:

@@ -19,6 +19,9 @@ from support.runs import wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.soak, pytest.mark.timeout(3600)]
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "quorum_kill.json"
+# A killed host is noticed before the 15 s of silence, however busy the machine.
+LIMITS_S = {"killed": 15, "frozen": 60, "cut": 60}
+FILE = "tests/faults/test_quorum.py"
 # Before a test forgets the user's settings.
 ROUNDS = int(os.environ.get("GPUOPS_QUORUM_ROUNDS", "1"))
 CONF = "--rdzv-conf=last_call_timeout=1,store_lost_timeout=20,join_timeout=120"
@@ -87,31 +90,30 @@ def lose_first_host(folder, how):
 @pytest.mark.parametrize("how", ["killed", "frozen", "cut"])
 def test_a_run_goes_on_from_memory_without_its_first_host(tmp_path, how):
     find_etcd()
-    taken = []
+    taken, loads = [], []
     for number in range(ROUNDS):
         taken.append(round(lose_first_host(tmp_path / f"{number}", how), 2))
-        print(how, number, taken[-1], os.getloadavg(), flush=True)
-    assert max(taken) < 20
-    if ROUNDS >= 20:
-        keep(how, taken)
+        loads.append(round(os.getloadavg()[0], 1))
+        print(how, number, taken[-1], loads[-1], flush=True)
+    if ROUNDS > 1:
+        keep(how, taken, loads)
+    assert max(taken) < LIMITS_S[how]
 
 
-def keep(how, taken):
+def keep(how, taken, loads):
     """Write *taken* beside what was measured of other losses."""
-    found = json.loads(RESULT.read_text()) if RESULT.exists() else {"first host": {}}
-    found |= {
-        "command": f"GPUOPS_QUORUM_ROUNDS={len(taken)} pytest -m soak tests/faults/test_quorum.py",
+    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    found[f"first of four hosts {how}"] = {
+        "command": f"GPUOPS_QUORUM_ROUNDS={len(taken)} pytest -m soak {FILE} -k {how}",
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {
             "cores": os.cpu_count(),
             "kernel": platform.release(),
             "python": platform.python_version(),
-            "load": os.getloadavg()[0],
+            "load": [min(loads), max(loads)],
         },
-    }
-    found["first host"][how] = {
-        "to the first new step, s": taken,
-        "median_s": statistics.median(taken),
+        "to_the_first_new_step_s": taken,
+        "median_s": round(statistics.median(taken), 2),
         "max_s": max(taken),
     }
     RESULT.write_text(json.dumps(found, indent=2) + "\n")

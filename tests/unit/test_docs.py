@@ -1,6 +1,7 @@
 """The README and the pages in docs/ are true: commands, links, counts, names of functions."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_the_readme_is_short_and_its_counts_are_those_of_the_tree():
     assert len(README.splitlines()) < README_LINES_MAX
     assert f"{len(NAMES)} checks and {len(rules)} log rules" in README
     assert f"{len(runbooks)} pages, one for each failure class" in README
+
+
+def test_frameworks_shows_where_each_adapter_of_its_table_is_imported_from():
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    imported = {
+        name: module
+        for module, names in re.findall(r"^from (\S+) import (.+)$", page, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    adapters = set(re.findall(r"`(Gpuops\w+)`", page.partition("## Launchers")[0]))
+
+    assert adapters == {"GpuopsCallback", "GpuopsCheckpoint"}
+    for name in sorted(adapters):
+        assert hasattr(importlib.import_module(imported[name]), name)
 
 
 def test_every_option_that_a_page_shows_exists():

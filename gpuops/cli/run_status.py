@@ -24,7 +24,7 @@ from gpuops.control.etcd.quorum import QUORUM_KIND
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import ControlStore
 from gpuops.control.tcp.store import TcpControlStore
-from gpuops.errors import GpuopsError
+from gpuops.errors import GpuopsError, UsageError
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
@@ -78,7 +78,13 @@ def status(
     """
     settings = settings_of(ctx, store__url=store)
     with RunWatcher(settings, run_dir or settings.run_dir, run, SystemClock()) as watcher:
-        view = watcher.refresh() or _from_store(ctx, store, run)
+        view = watcher.refresh()
+        if view is None and run_dir is not None:
+            wanted = f"run {run}" if run else "run"
+            raise UsageError(
+                f"there is no {wanted} in {run_dir}; without --run-dir the store is asked"
+            )
+        view = view or _from_store(ctx, store, run)
         follows = not as_json and (sys.stdout.isatty() if watch is None else watch)
         if not follows:
             view = refresh_without_dead_spares(view, watcher.refresh, SystemClock(), time.sleep)

@@ -125,6 +125,14 @@ def test_a_run_is_named_by_an_end_of_its_id(call, board, tmp_path, words):
     assert "steps       57" in call(*words, "--run-dir", str(folder.parent))[1]
 
 
+@pytest.mark.parametrize("words", [[], ["abcd1234"]])
+def test_a_folder_without_the_run_is_not_answered_with_a_run_of_the_store(call, tmp_path, words):
+    code, _, err = call(*words, "--run-dir", str(tmp_path / "nowhere"))
+
+    assert code == 64
+    assert f"there is no {' '.join(['run', *words])} in {tmp_path / 'nowhere'}" in err
+
+
 def test_with_another_token_the_files_are_shown_and_it_is_said(call, board, tmp_path, monkeypatch):
     publish(tmp_path, agent_state(board=board))
     monkeypatch.setenv("GPUOPS_TOKEN", secrets.token_hex(16))

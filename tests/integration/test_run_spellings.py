@@ -120,11 +120,12 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(tmp_path):
 
 
 def test_a_python_that_is_not_there_is_one_line_before_anything_starts(tmp_path):
-    with Run(tmp_path, PLAIN, env={"PYTHON_EXEC": "/nonexistent"}) as run:
+    missing = tmp_path / "no-python"
+    with Run(tmp_path, PLAIN, env={"PYTHON_EXEC": str(missing)}) as run:
         assert run.finish() == 64
 
     (line,) = run.err.read_text().splitlines()
-    assert line == "gpuops: cannot start worker 0: /nonexistent: No such file or directory"
+    assert line == f"gpuops: cannot start worker 0: {missing}: No such file or directory"
     assert run.directory is None
 
 

@@ -75,14 +75,20 @@ def missed(warnings):
     return lambda: [text for text in warnings() if "the last one, is not saved" in text]
 
 
+def trained_steps(pair, ck, each):
+    """Yield the numbers of steps that were made and told; one optimizer steps at each *each*."""
+    for n in range(1, LAST + 1):
+        pair.step("d")
+        if n % each == 0:
+            pair.step("g")
+        ck.step(n)
+        yield n
+
+
 @pytest.mark.parametrize("each", [1, 5, LAST])
 def test_an_optimizer_need_not_step_at_each_step(pair, begin, is_last, missed, each):
     with begin(**pair.given()) as ck:
-        for n in range(1, LAST + 1):
-            pair.step("d")
-            if n % each == 0:
-                pair.step("g")
-            ck.step(n)
+        list(trained_steps(pair, ck, each))
 
     assert is_last(pair)
     assert not missed()
@@ -109,11 +115,7 @@ def test_a_scaler_may_leave_the_last_step_out(pair, begin, is_last, missed):
 @pytest.mark.parametrize("who", ["d", "g"])
 def test_a_step_after_the_last_that_was_told_of_is_said(pair, begin, is_last, missed, who):
     with begin(**pair.given()) as ck:
-        for n in range(1, LAST + 1):
-            pair.step("d")
-            if n % 5 == 0:
-                pair.step("g")
-            ck.step(n)
+        list(trained_steps(pair, ck, 5))
         pair.step(who)
 
     assert not is_last(pair)
@@ -134,11 +136,7 @@ def test_the_step_with_which_torch_makes_an_optimizers_state_is_none(
 ):
     pair = Pair(momentum=0)
     with begin(**pair.given()) as ck:
-        for n in range(1, LAST + 1):
-            pair.step("d")
-            if n % each == 0:
-                pair.step("g")
-            ck.step(n)
+        for n in trained_steps(pair, ck, each):
             if n == after:
                 save_and_load_with_torch(pair, "g")
 

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # A live agent beats every second; one that does not in this time is dead, or as good as dead.
 LIVENESS_CHECK_S = 3.5
+# Heartbeats that an agent wrote before it was cut off arrive when the network is back, in a burst
+# for each connection: an agent that lives renews its heartbeat in each of so many checks.
+LIVENESS_CHECKS = 3
 _OTHER_JOB = (
     "another job is running under the same --rdzv-id on this endpoint: its command, --nnodes or "
     "--nproc-per-node differs from this one's; give each run an id of its own, and all its agents "
@@ -189,18 +192,24 @@ def _reject_second_agent(
             continue
         if other.node == own_member.node and other.agent != own_member.agent:
             duplicates.append(other.agent)
-    beats = {agent: store.get(keys.heartbeat(agent)).version for agent in duplicates}
     # The store removes the heartbeat of a killed agent: there is nobody to wait for.
-    versions = {agent: version for agent, version in beats.items() if version}
-    if not versions:
-        return
-    wait(LIVENESS_CHECK_S)
-    if any(store.get(keys.heartbeat(agent)).version > old for agent, old in versions.items()):
+    versions = {agent: it for agent in duplicates if (it := _version(store, keys, agent))}
+    for _ in range(LIVENESS_CHECKS):
+        if not versions:
+            return
+        wait(LIVENESS_CHECK_S)
+        newer = {agent: _version(store, keys, agent) for agent in versions}
+        versions = {agent: it for agent, it in newer.items() if it > versions[agent]}
+    if versions:
         raise UsageError(
             f"an agent of this run is on node {own_member.node} already: one agent for each node "
             "(`srun --ntasks-per-node=1`), with --nproc-per-node for its workers; where several "
             "share a host name, give each a SLURMD_NODENAME of its own"
         )
+
+
+def _version(store: ControlStore, keys: ControlKeys, agent: str) -> int:
+    return store.get(keys.heartbeat(agent)).version
 
 
 def leave(

@@ -205,6 +205,23 @@ def test_an_agent_of_the_same_node_that_lives_is_not_joined(board):
         come(board, agent(2, node="n1"), record(2), beats(board, view, agent(1)))
 
 
+def test_late_heartbeats_of_an_agent_that_was_cut_off_do_not_keep_its_successor_out(board):
+    """Members of etcd pass on what they were sent during the cut once they reach each other."""
+    view = come(board, agent(1), record(1))
+    arrive = beats(board, view, agent(1))
+    arrivals = iter([arrive, arrive, quiet])
+
+    again = replace(agent(2), node=agent(1).node)
+
+    def late(seconds):
+        next(arrivals)(seconds)
+
+    joined = come(board, again, record(2), late)
+
+    assert joined.record.run_id == uid(1)
+    assert list(arrivals) == []
+
+
 def test_two_versions_of_gpuops_end_a_run_that_has_not_trained_and_name_both_nodes(board):
     ours = come(board, agent(1), record(1, gpuops_version="1.2.0", made_by="n1"))
 

@@ -13,4 +13,5 @@ file, in memory or on disk, with a digest for each chunk. From saving to loading
 * `storage`: states in a directory or an object store, with a manifest that is written last.
 * `agreement`: which state all ranks load, and whether replicas of it are equal.
 * `image`, `digest`, `manifest`, `types`: the formats and the basic types.
+* `sharing`: of what ranks of a node hold alike there is one copy.
 """

@@ -6,29 +6,42 @@ first), then by name: each is aligned, and there are no holes, which the format 
 also has what torch's own reader needs to load the images of one world into another
 (``DCP_SHARDING_INFO``). Everything that is not a tensor is in the metadata blob: one more tensor,
 of bytes, of fixed capacity.
+
+A tensor that ranks of a node hold alike may be in the image of one of them, its owner
+(`gpuops.checkpoint.sharing`). The header of the others' images names the owner, and one more tensor
+of bytes has the digest of what they had. The format of such an image is 2.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from mmap import mmap
 from typing import Any
 
 from blake3 import blake3
 
+from gpuops.checkpoint import sharing
 from gpuops.checkpoint.agreement import replicated
+from gpuops.checkpoint.header_json import (
+    DIM_MAX,
+    N_DIMS_MAX,
+    abbreviate,
+    as_mapping,
+    as_numbers,
+    check_cost,
+    compact,
+    parse_header,
+    parse_json,
+    text_of,
+)
+from gpuops.checkpoint.sharing import DIGEST_BYTES, SharedTensors
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, CorruptError, Shard
 
 METADATA_PREFIX = "__gpuops_extra__/"
-FORMAT = 1
+FORMAT, SHARED_FORMAT = 1, 2
 ALIGN_BYTES = 4096
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
 NAME_BYTES_MAX = 4096
-N_DIMS_MAX = 64  # NumPy's limit, and more than a model's tensors have
-DIM_MAX = 2**63 - 1
-# Bounds on what json makes of a header: at most a few hundred bytes for each of these characters.
-N_BRACKETS_MAX = 2_500_000
-N_COMMAS_MAX = 8_000_000
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -85,9 +98,10 @@ class PlacedTensor:
 class ImageLayout:
     """The layout of an image of ``nbytes`` bytes.
 
-    ``tensors`` are in the order of their data, without the metadata blob. ``header`` is everything
-    before the data: the length, the JSON and the padding. ``header_hash`` (BLAKE3 of the header, 64
-    hexadecimal digits) identifies the layout.
+    ``tensors`` are in the order of their data, without the metadata blob and ``digests``.
+    ``header`` is everything before the data: the length, the JSON and the padding. ``header_hash``
+    (BLAKE3 of the header, 64 hexadecimal digits) identifies the layout. ``shared``: what it shares
+    with others on its node, with ``digests`` of `DIGEST_BYTES` each.
     """
 
     shard: Shard
@@ -96,6 +110,17 @@ class ImageLayout:
     header: bytes
     nbytes: int
     header_hash: str
+    shared: tuple[SharedTensors, ...] = ()
+    digests: PlacedTensor | None = None
+
+    @property
+    def owner_by_name(self) -> dict[str, int]:
+        """Return the rank whose image has the tensor, for each that is in another's, in order."""
+        return {
+            name: owner
+            for each in self.shared
+            for name, owner in each.owner_by_name(self.shard.rank).items()
+        }
 
     @property
     def metadata_capacity_bytes(self) -> int:
@@ -108,15 +133,27 @@ def metadata_blob_name(rank: int) -> str:
     return f"{METADATA_PREFIX}rank{rank:05d}"
 
 
+def digests_name(rank: int) -> str:
+    """Return the name of the tensor that holds the digests of shared tensors."""
+    return f"{metadata_blob_name(rank)}.digests"
+
+
+def image_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return *specs* in the order of their data in an image."""
+    return sorted(specs, key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name))
+
+
 def plan_image(
     shard: Shard,
     specs: Sequence[TensorSpec],
     metadata_capacity_bytes: int,
     replicas_by_name: Mapping[str, tuple[int, ...]] | None = None,
+    shared: tuple[SharedTensors, ...] = (),
 ) -> ImageLayout:
     """Return the layout of an image of *specs* and a metadata blob of that capacity.
 
-    *replicas_by_name*: the ranks on which a tensor must be bitwise equal, by its name.
+    *replicas_by_name*: the ranks on which a tensor must be bitwise equal, by its name. *shared*: by
+    whom on the node tensors of *specs* are saved; those of other owners are not in the image.
 
     Raises:
         CheckpointError: Two tensors have one name, a name, dtype, shape or size is invalid, or a
@@ -126,20 +163,21 @@ def plan_image(
         raise CheckpointError(f"a metadata blob cannot have {metadata_capacity_bytes} bytes")
     for spec in specs:
         if spec.name.startswith(METADATA_PREFIX) or spec.name == _METADATA:
-            raise CheckpointError(f"the tensor name {_abbreviate(spec.name)} is reserved")
+            raise CheckpointError(f"the tensor name {abbreviate(spec.name)} is reserved")
         _check_spec(spec, CheckpointError)
     _check_names(specs)
-    n = metadata_capacity_bytes + _LENGTH_BYTES
-    metadata_blob = TensorSpec(metadata_blob_name(shard.rank), "U8", (n,), n, (0,), (n,))
-    order = sorted(
-        [*specs, metadata_blob], key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name)
-    )
-    header = _encode_header(shard, order, replicas_by_name or {})
+    reserved = [_byte_spec(metadata_blob_name(shard.rank), metadata_capacity_bytes + _LENGTH_BYTES)]
+    if shared:
+        n_digests = sum(len(each.stored) for each in shared)
+        reserved.append(_byte_spec(digests_name(shard.rank), n_digests * DIGEST_BYTES))
+    foreign = {name for each in shared for name in each.owner_by_name(shard.rank)}
+    order = image_order([*(spec for spec in specs if spec.name not in foreign), *reserved])
+    header = _encode_header(shard, order, replicas_by_name or {}, shared)
     placed = tuple(_assign_offsets(order, len(header)))
     nbytes = placed[-1].end
     if nbytes > IMAGE_BYTES_MAX:
         raise CheckpointError(f"{nbytes} bytes of tensors; an image has at most {IMAGE_BYTES_MAX}")
-    return _make_layout(shard, placed, header, nbytes)
+    return _make_layout(shard, placed, header, nbytes, shared)
 
 
 def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> ImageLayout:
@@ -163,13 +201,26 @@ def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> Image
         if begin % ALIGN_BYTES:
             raise CorruptError(f"the data of the image begin at {begin}, not at a page boundary")
         header = bytes(flat[:begin])
-    entries = _parse(header[_LENGTH_BYTES:])
+    entries = parse_header(header[_LENGTH_BYTES:])
     metadata = entries.pop(_METADATA, None)
-    shard, offsets, shapes = _read_metadata(metadata, entries.keys())
+    shard, offsets, shapes, shared = _read_metadata(metadata, entries.keys())
     placed = [_read_entry(name, entry, begin, offsets, shapes) for name, entry in entries.items()]
     placed.sort(key=lambda tensor: (tensor.begin, tensor.end))
     _check_contiguous(placed, begin, total_bytes)
-    return _make_layout(shard, tuple(placed), header, total_bytes)
+    return _make_layout(shard, tuple(placed), header, total_bytes, shared)
+
+
+def read_owners(image: memoryview | mmap) -> frozenset[int]:
+    """Return the ranks whose images have tensors that the complete *image* shares with them.
+
+    Raises:
+        CorruptError: Its header is invalid.
+    """
+    n_header = _LENGTH_BYTES + int.from_bytes(image[:_LENGTH_BYTES], "little")
+    header = bytes(image[: min(n_header, _LENGTH_BYTES + HEADER_BYTES_MAX)])
+    if sharing.MARK not in header:
+        return frozenset()  # reading all of 20,000 tensors takes a tenth of a second
+    return frozenset(read_layout(header, nbytes=len(image)).owner_by_name.values())
 
 
 def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> None:
@@ -188,6 +239,12 @@ def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> N
     view[begin:data_begin] = len(data).to_bytes(_LENGTH_BYTES, "little")
     view[data_begin : data_begin + len(data)] = data
     view[data_begin + len(data) : end] = bytes(capacity_bytes - len(data))
+
+
+def write_digests(view: memoryview, layout: ImageLayout, digests: Iterable[bytes]) -> None:
+    """Write the *digests* of shared tensors, in order, into the image *view*."""
+    if layout.digests is not None:
+        view[layout.digests.begin : layout.digests.end] = b"".join(digests)
 
 
 def read_metadata_blob(view: memoryview, layout: ImageLayout) -> bytes:
@@ -216,18 +273,49 @@ def parse_metadata_blob(blob: memoryview | bytes) -> bytes:
 
 
 def _make_layout(
-    shard: Shard, placed: tuple[PlacedTensor, ...], header: bytes, nbytes: int
+    shard: Shard,
+    placed: tuple[PlacedTensor, ...],
+    header: bytes,
+    nbytes: int,
+    shared: tuple[SharedTensors, ...],
 ) -> ImageLayout:
+    by_name = {tensor.spec.name: tensor for tensor in placed}
     name = metadata_blob_name(shard.rank)
-    metadata_blob = next((tensor for tensor in placed if tensor.spec.name == name), None)
+    metadata_blob = by_name.get(name)
     if (
         metadata_blob is None
         or metadata_blob.spec.dtype != "U8"
         or metadata_blob.spec.nbytes < _LENGTH_BYTES
     ):
         raise CorruptError(f"the image has no byte tensor {name}")
-    tensors = tuple(tensor for tensor in placed if tensor is not metadata_blob)
-    return ImageLayout(shard, tensors, metadata_blob, header, nbytes, blake3(header).hexdigest())
+    digests = by_name.get(digests_name(shard.rank)) if shared else None
+    _check_shared(shard, shared, by_name, digests)
+    tensors = tuple(
+        tensor for tensor in placed if tensor is not metadata_blob and tensor is not digests
+    )
+    header_hash = blake3(header).hexdigest()
+    return ImageLayout(shard, tensors, metadata_blob, header, nbytes, header_hash, shared, digests)
+
+
+def _check_shared(
+    shard: Shard,
+    shared: Sequence[SharedTensors],
+    by_name: Mapping[str, PlacedTensor],
+    digests: PlacedTensor | None,
+) -> None:
+    n_digests = sum(len(each.stored) for each in shared)
+    if shared and (digests is None or digests.spec.nbytes != n_digests * DIGEST_BYTES):
+        raise CorruptError(f"the image has no {n_digests} digests of shared tensors")
+    for each in shared:
+        for name, owner in zip(each.names, each.owners, strict=True):
+            if (name in by_name) != (owner == shard.rank):
+                raise CorruptError(
+                    f"{abbreviate(name)} is shared, and is not in the image of its owner alone"
+                )
+
+
+def _byte_spec(name: str, nbytes: int) -> TensorSpec:
+    return TensorSpec(name, "U8", (nbytes,), nbytes, (0,), (nbytes,))
 
 
 def _assign_offsets(order: Iterable[TensorSpec], begin: int) -> Iterable[PlacedTensor]:
@@ -240,12 +328,12 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
-            raise CheckpointError(f"two tensors have the name {_abbreviate(spec.name)}")
+            raise CheckpointError(f"two tensors have the name {abbreviate(spec.name)}")
         names.add(spec.name)
 
 
 def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
-    name = _abbreviate(spec.name)
+    name = abbreviate(spec.name)
     try:
         n_name = len(spec.name.encode())
     except UnicodeEncodeError as exc:
@@ -253,7 +341,7 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
     if n_name > NAME_BYTES_MAX:
         raise error(f"the tensor name {name} has {n_name} bytes, at most {NAME_BYTES_MAX}")
     if spec.dtype not in ITEMSIZE_BYTES:
-        raise error(f"{name} has the dtype {_abbreviate(spec.dtype)}, which images do not support")
+        raise error(f"{name} has the dtype {abbreviate(spec.dtype)}, which images do not support")
     if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
         raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
     for size, offset, full in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
@@ -264,24 +352,31 @@ def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
 
 
 def _encode_header(
-    shard: Shard, order: Sequence[TensorSpec], replicas_by_name: Mapping[str, tuple[int, ...]]
+    shard: Shard,
+    order: Sequence[TensorSpec],
+    replicas_by_name: Mapping[str, tuple[int, ...]],
+    shared: Sequence[SharedTensors],
 ) -> bytes:
     sharding = {spec.name: {"saved_offsets": spec.offsets} for spec in order}
     own_metadata = {
         "rank": shard.rank,
         "world": shard.world,
-        "format": FORMAT,
+        "format": SHARED_FORMAT if shared else FORMAT,
         "shapes": {s.name: s.global_shape for s in order if s.global_shape != s.shape},
     }
-    if replicas_by_name:
+    if shared:
+        own_metadata[sharing.KEY] = sharing.to_json(shared)
+    known = {name for each in shared for name in each.names}
+    rest = {name: ranks for name, ranks in replicas_by_name.items() if name not in known}
+    if rest:
         names = [spec.name for spec in order if not spec.name.startswith(METADATA_PREFIX)]
-        own_metadata[replicated.KEY] = replicated.to_json(names, replicas_by_name)
+        own_metadata[replicated.KEY] = replicated.to_json(names, rest)
     entries: dict[str, Any] = {
         _METADATA: {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            _SHARDING: _compact(sharding),
-            "gpuops": _compact(own_metadata),
+            _SHARDING: compact(sharding),
+            "gpuops": compact(own_metadata),
         }
     }
     begin = 0
@@ -293,8 +388,8 @@ def _encode_header(
             "data_offsets": (begin, end),
         }
         begin = end
-    json_text = _compact(entries)
-    _check_header(json_text, CheckpointError)
+    json_text = compact(entries)
+    check_cost(json_text, CheckpointError)
     text = json_text.encode()
     if len(text) > HEADER_BYTES_MAX - ALIGN_BYTES:
         raise CheckpointError(
@@ -304,109 +399,47 @@ def _encode_header(
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
 
 
-def _compact(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _check_header(text: str, error: type[CheckpointError]) -> None:
-    """Bound what parsing *text* can cost, before it is parsed; `plan_image` applies it, too."""
-    n_brackets = text.count("{") + text.count("[")
-    n_commas = text.count(",")
-    if n_brackets > N_BRACKETS_MAX or n_commas > N_COMMAS_MAX:
-        raise error(f"the header has {n_brackets} brackets and {n_commas} commas: too many")
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise CorruptError("the header does not begin with a brace")
-    try:
-        return _mapping(_json(text.rstrip(b" ").decode()), "the header")
-    except UnicodeDecodeError as exc:
-        raise CorruptError(f"the header is not UTF-8: {exc.reason} at {exc.start}") from exc
-
-
-def _json(text: str) -> object:
-    _check_header(text, CorruptError)
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
-    except RecursionError as exc:
-        raise CorruptError("the header is nested too deeply") from exc
-    except ValueError as exc:
-        raise CorruptError(f"the header cannot be read: {str(exc)[:200]}") from exc
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _reject_constant(constant: str) -> object:
-    raise ValueError(f"{constant} is not a valid number")
-
-
-def _mapping(value: object, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CorruptError(f"{what} is not an object")
-    return value
-
-
-def _text(metadata: Mapping[str, object], key: str) -> str:
-    value = metadata.get(key)
-    if not isinstance(value, str):
-        raise CorruptError(f"the header's {key} is not text")
-    return value
-
-
-def _numbers(value: object, what: str) -> tuple[int, ...]:
-    if (
-        not isinstance(value, list)
-        or len(value) > N_DIMS_MAX
-        or any(type(item) is not int or not 0 <= item <= DIM_MAX for item in value)
-    ):
-        raise CorruptError(f"{what} is not a list of whole numbers")
-    return tuple(value)
-
-
 def _read_metadata(
     metadata: object, names: Iterable[str]
-) -> tuple[Shard, dict[str, Any], dict[str, Any]]:
-    found = _mapping(metadata, "the header's metadata")
+) -> tuple[Shard, dict[str, Any], dict[str, Any], tuple[SharedTensors, ...]]:
+    found = as_mapping(metadata, "the header's metadata")
     if not all(isinstance(value, str) for value in found.values()):
         raise CorruptError("the header's metadata has a value that is not text")
-    own_metadata = _mapping(_json(_text(found, "gpuops")), "the header's gpuops")
-    if own_metadata.get("format") != FORMAT:
+    own_metadata = as_mapping(parse_json(text_of(found, "gpuops")), "the header's gpuops")
+    image_format = own_metadata.get("format")
+    if image_format not in (FORMAT, SHARED_FORMAT):
         raise CorruptError(
-            f"the image has the format {_abbreviate(own_metadata.get('format'))}, this gpuops "
-            f"reads {FORMAT}"
+            f"the image has the format {abbreviate(image_format)}, this gpuops "
+            f"reads {FORMAT} and {SHARED_FORMAT}"
         )
     rank, world = own_metadata.get("rank"), own_metadata.get("world")
     if type(rank) is not int or type(world) is not int:
-        raise CorruptError(f"the image is of rank {_abbreviate(rank)} of {_abbreviate(world)}")
+        raise CorruptError(f"the image is of rank {abbreviate(rank)} of {abbreviate(world)}")
     try:
         shard = Shard(rank, world)
+        is_shared = image_format == SHARED_FORMAT
+        shared = sharing.from_json(own_metadata.get(sharing.KEY), shard) if is_shared else ()
     except ValueError as exc:
         raise CorruptError(f"the image's header is wrong: {exc}") from exc
-    shapes = _mapping(own_metadata.get("shapes"), "the header's shapes")
-    offsets = _mapping(_json(_text(found, _SHARDING)), f"the header's {_SHARDING}")
+    shapes = as_mapping(own_metadata.get("shapes"), "the header's shapes")
+    offsets = as_mapping(parse_json(text_of(found, _SHARDING)), f"the header's {_SHARDING}")
     if offsets.keys() != set(names) or not shapes.keys() <= offsets.keys():
         raise CorruptError(f"{_SHARDING} or the shapes list other tensors than the header has")
-    return shard, offsets, shapes
+    return shard, offsets, shapes, shared
 
 
 def _read_entry(
     name: str, entry: object, begin: int, offsets: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> PlacedTensor:
-    short = _abbreviate(name)
-    found = _mapping(entry, f"the entry of {short}")
+    short = abbreviate(name)
+    found = as_mapping(entry, f"the entry of {short}")
     dtype = found.get("dtype")
-    shape = _numbers(found.get("shape"), f"the shape of {short}")
-    span = _numbers(found.get("data_offsets"), f"the data offsets of {short}")
-    part = _mapping(offsets[name], f"{_SHARDING} of {short}")
-    saved_offsets = _numbers(part.get("saved_offsets"), f"the offsets of {short}")
+    shape = as_numbers(found.get("shape"), f"the shape of {short}")
+    span = as_numbers(found.get("data_offsets"), f"the data offsets of {short}")
+    part = as_mapping(offsets[name], f"{_SHARDING} of {short}")
+    saved_offsets = as_numbers(part.get("saved_offsets"), f"the offsets of {short}")
     global_shape = (
-        _numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
+        as_numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
     )
     if not isinstance(dtype, str) or len(span) != 2:
         raise CorruptError(f"the entry of {short} is incomplete")
@@ -423,16 +456,9 @@ def _check_contiguous(placed: Sequence[PlacedTensor], begin: int, nbytes: int) -
     for tensor in placed:
         if tensor.begin != end:
             raise CorruptError(
-                f"{_abbreviate(tensor.spec.name)} begins at {tensor.begin}, the data before it end "
+                f"{abbreviate(tensor.spec.name)} begins at {tensor.begin}, the data before it end "
                 f"at {end}"
             )
         end = tensor.end
     if end != nbytes:
         raise CorruptError(f"the image has {nbytes} bytes, its header describes {end}")
-
-
-def _abbreviate(value: object) -> str:
-    """Return *value*, which may be anything, shortened for a message."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= 80 else value[:80] + "…")
-    return repr(value) if type(value) is int and abs(value) <= DIM_MAX else type(value).__name__

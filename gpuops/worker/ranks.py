@@ -25,6 +25,12 @@ class RankContext:
     run: str
 
     @property
+    def node_ranks(self) -> range:
+        """Return the ranks of this node, as a launcher numbers them: one after the other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world)
+
+    @property
     def n_nodes(self) -> int:
         """Return the number of nodes, if all have as many ranks as this one."""
         return -(-self.world // self.local_world)

@@ -58,7 +58,10 @@ class CheckpointSaver:
         self._n_reserved_in_row = 0
         self._changed_names = ""
         self._capturer = StateCapturer(
-            adapters, Shard(ranks.rank, ranks.world), allow_pickle=allow_pickle
+            adapters,
+            Shard(ranks.rank, ranks.world),
+            allow_pickle=allow_pickle,
+            node_ranks=ranks.node_ranks,
         )
         self.keeper: RankKeeperClient | None = None
         self.error: Exception | None = None
@@ -165,6 +168,7 @@ class CheckpointSaver:
             self._reserve(keeper, self._capturer.capture(step).plan, step)
         reply = keeper.acquire(step, is_last=True)
         if isinstance(reply, Skipped):
+            self._stop_sharing(keeper, reply, step)
             return reply.why if reply.is_due else ""  # it is not due where it is already saved
         try:
             capture = self._capturer.capture(step)
@@ -240,7 +244,7 @@ class CheckpointSaver:
     def _save(self, keeper: RankKeeperClient, step: int, asks_keeper: bool, overlap: bool) -> None:
         reply = keeper.acquire(step) if asks_keeper else None
         if isinstance(reply, Skipped):
-            self._skip(reply.why, is_due=reply.is_due)
+            self._on_skipped(keeper, reply, step)
             return
         try:
             capture = self._capturer.capture(step)
@@ -258,7 +262,7 @@ class CheckpointSaver:
                 return
             reply = keeper.acquire(step)
         if isinstance(reply, Skipped):
-            self._skip(reply.why, is_due=reply.is_due)
+            self._on_skipped(keeper, reply, step)
         elif not is_known and asks_keeper:
             keeper.abandon(reply)
             self._skip_reserved("the shapes of the state changed")
@@ -379,6 +383,16 @@ class CheckpointSaver:
                 copier.close()
             if keeper is not None:
                 keeper.close()
+
+    def _on_skipped(self, keeper: RankKeeperClient, reply: Skipped, step: int) -> None:
+        self._skip(reply.why, is_due=reply.is_due)
+        self._stop_sharing(keeper, reply, step)
+
+    def _stop_sharing(self, keeper: RankKeeperClient, reply: Skipped, step: int) -> None:
+        """Copy all tensors from the next save on, where the keeper says so."""
+        if reply.copies_all and self._capturer.stop_sharing():
+            self._warn_once(reply.why)
+            self._reserve(keeper, self._capturer.capture(step).plan, step)
 
     def _skip(self, why: str, *, is_due: bool = True) -> None:
         if is_due:

@@ -14,9 +14,17 @@ from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
+import xxhash
 
-from gpuops.checkpoint.image import ImageLayout, plan_image, write_metadata_blob
+from gpuops.checkpoint.image import (
+    ImageLayout,
+    image_order,
+    plan_image,
+    write_digests,
+    write_metadata_blob,
+)
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.sharing import plan_sharing
 from gpuops.checkpoint.types import Shard
 from gpuops.convert.tensors import (
     TensorPlacements,
@@ -27,6 +35,7 @@ from gpuops.convert.tensors import (
     views_of,
 )
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
+from gpuops.worker.pinned_buffer import PinnedBuffer
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
 from gpuops.worker.state.objects import read_rng
 from gpuops.worker.state.optimizer import OptimizerAdapter
@@ -43,19 +52,22 @@ class CapturedState:
 
     ``tensors`` are this rank's parts of ``given``, in the order of ``plan.names``; those of
     ``plan.optimizer_owned`` are changed by the optimizers alone, unless the script does it.
+    ``digested``: tensors that another rank of the node copies, in the order of their digests.
     """
 
     plan: "CopyPlan"
     tensors: Sequence[torch.Tensor]
     metadata_blob: bytes
     given: Sequence[torch.Tensor]
+    digested: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
     """The layout of an image, and which tensor of a capture goes where in it.
 
-    ``device`` is that of the tensors that are not on the host, None where all are.
+    ``device`` is that of the tensors that are not on the host, None where all are. ``copied`` and
+    ``digested`` are places in what the parts of the state have.
     """
 
     layout: ImageLayout
@@ -63,16 +75,27 @@ class CopyPlan:
     device: torch.device | None
     optimizer_owned: tuple[int, ...]
     others: tuple[int, ...]
+    copied: tuple[int, ...]
+    digested: tuple[int, ...]
 
 
 class StateCapturer:
-    """Reads all parts of a state; plans the image again only where a shape changed."""
+    """Reads all parts of a state; plans the image again only where a shape changed.
+
+    *node_ranks* share what they hold alike: each copies a part of it.
+    """
 
     def __init__(
-        self, adapters: Sequence[StateAdapter], shard: Shard, *, allow_pickle: bool
+        self,
+        adapters: Sequence[StateAdapter],
+        shard: Shard,
+        *,
+        allow_pickle: bool,
+        node_ranks: Sequence[int] = (),
     ) -> None:
         self._adapters = tuple(adapters)
         self._shard = shard
+        self._node_ranks = node_ranks
         self._allow_pickle = allow_pickle
         self.annotations: Callable[[], Mapping[str, object]] = (
             dict  # plain values for readers of the checkpoint
@@ -98,9 +121,25 @@ class StateCapturer:
         metadata_blob = self._encode_metadata(step, readings)
         if not self._matches_plan(readings, tensors) or not self._fits_metadata(metadata_blob):
             self._make_plan(readings, tensors, len(metadata_blob))
-        assert self._plan is not None
+        plan = self._plan
+        assert plan is not None
         parts = [local_tensor(tensor) for tensor in tensors] if self._needs_local else tensors
-        return CapturedState(self._plan, parts, metadata_blob, tensors)
+        if not plan.digested:
+            return CapturedState(plan, parts, metadata_blob, tensors)
+        return CapturedState(
+            plan,
+            _select(parts, plan.copied),
+            metadata_blob,
+            _select(tensors, plan.copied),
+            _select(parts, plan.digested),
+        )
+
+    def stop_sharing(self) -> bool:
+        """Plan images of all tensors from now on; return whether this changes anything."""
+        was_sharing = len(self._node_ranks) > 1
+        self._node_ranks = ()
+        self._plan = None
+        return was_sharing
 
     def _encode_metadata(self, step: int, readings: Sequence[AdapterSnapshot]) -> bytes:
         encoder = StateEncoder(allow_pickle=self._allow_pickle)
@@ -158,14 +197,27 @@ class StateCapturer:
             -(-2 * metadata_bytes // METADATA_STEP_BYTES) * METADATA_STEP_BYTES
         )
         replicas_by_name = replicated_by_name(self._adapters, names, tensors, self._shard.rank)
-        layout = plan_image(self._shard, specs, metadata_capacity_bytes, replicas_by_name)
+        device = first_cuda_device(tensors)
+        shared = plan_sharing(
+            self._shard,
+            image_order(specs),
+            replicas_by_name,
+            self._node_ranks if device is None else (),
+        )
+        layout = plan_image(self._shard, specs, metadata_capacity_bytes, replicas_by_name, shared)
         owned_flags = self._is_optimizer_owned(readings, tensors)
+        places = {name: place for place, name in enumerate(names)}
+        digested = [places[name] for name in layout.owner_by_name]
+        copied = sorted(set(places.values()) - set(digested))
+        fenced = [owned_flags[place] for place in copied]
         self._plan = CopyPlan(
             layout,
-            names,
-            first_cuda_device(tensors),
-            tuple(i for i, is_fenced in enumerate(owned_flags) if is_fenced),
-            tuple(i for i, is_fenced in enumerate(owned_flags) if not is_fenced),
+            tuple(names[place] for place in copied),
+            device,
+            tuple(i for i, is_fenced in enumerate(fenced) if is_fenced),
+            tuple(i for i, is_fenced in enumerate(fenced) if not is_fenced),
+            tuple(copied),
+            tuple(digested),
         )
         self._names = [reading.names for reading in readings]
         self._shapes = list(map(_SHAPE, tensors))
@@ -211,9 +263,6 @@ def _placements_of(tensors: Sequence[torch.Tensor]) -> list[object]:
     return [
         (tensor.placements, tensor.to_local().shape) for tensor in tensors if is_dtensor(tensor)
     ]
-
-
-_PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
 
 
 class PendingCopy:
@@ -301,6 +350,7 @@ class SlotCopier:
         device = self.plan.device
         if device is None:
             _copy(views, capture.tensors)
+            write_digests(memory, layout, map(_digest_of, capture.digested))
             return PendingCopy()
         return self._start_on(device, views, capture, overlap=overlap)
 
@@ -377,37 +427,11 @@ def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]
     return capture.plan.names[i], (part, given) if is_dtensor(given) else (part,)
 
 
-class PinnedBuffer:
-    """Memory registered with CUDA, so that a device copies into it asynchronously.
-
-    Where it cannot be registered, *warn* gets the reason; copies still work, and block.
-    """
-
-    def __init__(
-        self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
-    ) -> None:
-        self._address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, _PORTABLE))
-        self._is_pinned = code == 0
-        if not self._is_pinned:
-            _clear_cuda_error(device)
-            warn(
-                f"{memory.nbytes} bytes of memory cannot be pinned (cudaHostRegister returned "
-                f"{code}; is `ulimit -l` too small?): copies from the device are slower and block"
-            )
-
-    def release(self) -> None:
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-            self._is_pinned = False
-
-
-def _clear_cuda_error(device: torch.device) -> None:
-    """Clear CUDA's last error: the next kernel launch would raise it."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1)
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    """Return the digest of a tensor on the host, as its bytes would be in an image."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    data: Any = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_128_digest(data)
 
 
 def _select(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:

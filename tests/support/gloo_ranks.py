@@ -16,12 +16,12 @@ JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "checkpointed_train.py"
 LIMIT_S = 150.0
 
 
-def run_ranks(folder, world, job, *, keeper=None, env=None):
+def run_ranks(folder, world, job, *, keeper=None, env=None, script=JOB):
     """Run *world* ranks to their end; return the results they wrote, in order of rank."""
     more = {"JOB_DIR": str(folder), "JOB": json.dumps(job)}
     if keeper is not None:
         more["GPUOPS_KEEPER"] = str(keeper)
-    codes = run_script(folder, world, JOB, job["name"], env=more | (env or {}))
+    codes = run_script(folder, world, script, job["name"], env=more | (env or {}))
     wanted = -signal.SIGKILL if job.get("die") else 0
     assert codes == [wanted] * world, said(folder, world, job["name"])
     return [

@@ -12,7 +12,7 @@ from gpuops.agent.checkpoint.messages import FIELD, StoredStates
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.replica_check import GroupDigest
 from gpuops.checkpoint.keeper.messages import KeeperStatus
-from gpuops.checkpoint.keeper.replica_checker import rank_digest_of
+from gpuops.checkpoint.keeper.replica_digests import rank_digest_of
 from gpuops.checkpoint.memory.buffer_table import BufferTable, SkipReason, SlotLease
 from gpuops.checkpoint.types import Digest, KeeperError, Shard, ShardCopy, StateId, Tier
 from gpuops.control.record import RunPhase

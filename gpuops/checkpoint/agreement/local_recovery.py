@@ -6,6 +6,7 @@ usable copy is skipped, and the result says why.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from gpuops.checkpoint.digest import (
     damaged_among,
     is_chunk_intact,
 )
+from gpuops.checkpoint.image import read_owners
 from gpuops.checkpoint.keeper.messages import WHY_MAX
 from gpuops.checkpoint.manifest import Manifest
 from gpuops.checkpoint.memory.node_memory import MemoryShard
@@ -201,7 +203,25 @@ class _Candidate:
             return None
         if shards is None or any(shard.world != world for shard in shards):
             shards = frozenset(Shard(rank, world) for rank in range(world))
+        sources: dict[Shard, ShardLocation] = {}
         order = sorted(shards)
+        while order:
+            if not self._find_sources(order, sources, map_function):
+                for memory in self.fetched:
+                    memory.close()
+                return None
+            # What ranks of a node share is in the image of one of them.
+            new = () if len(sources) == world else order
+            owners = {owner for shard in new for owner in _owners(sources[shard])}
+            order = sorted({Shard(rank, world) for rank in owners} - sources.keys())
+        if self.peers is not None:
+            self.fetched.append(self.peers)
+        return SelectedState(self.state, world, self._tier(sources), sources, tuple(self.fetched))
+
+    def _find_sources(
+        self, order: Sequence[Shard], sources: dict[Shard, ShardLocation], map_function: MapFunction
+    ) -> bool:
+        """Add the source of each shard in *order* to *sources*; return whether all have one."""
         missing = [s for s in order if not self._is_available(s)]
         if missing:
             where = "in this node's memory nor in the directory"
@@ -211,22 +231,17 @@ class _Candidate:
                 f"{self.state} is incomplete: of its {len(order)} shards, that of rank "
                 f"{missing[0].rank} is neither {where}"
             )
-            return None
+            return False
         self.bad = _damaged_shards(
             {s: self.memory[s] for s in order if s in self.memory}, map_function
         )
         found = dict(zip(order, map_function(self._find_verified, order), strict=True))
-        sources: dict[Shard, ShardLocation] = {}
         for shard, source in found.items():
             if isinstance(source, str):
                 self.choice.add_reason(f"{self.state} is skipped: {source}")
-                for memory in self.fetched:
-                    memory.close()
-                return None
+                return False
             sources[shard] = source
-        if self.peers is not None:
-            self.fetched.append(self.peers)
-        return SelectedState(self.state, world, self._tier(sources), sources, tuple(self.fetched))
+        return True
 
     def _world(self) -> int | None:
         if self.memory:
@@ -307,6 +322,20 @@ class _Candidate:
         self.choice.problems.append(CopyProblem(self.state, shard, tier, why))
         if tier is Tier.MEMORY:
             self.choice.add_reason(f"{self.state}, rank {shard.rank}, in memory: {why}")
+
+
+def _owners(source: ShardLocation) -> frozenset[int]:
+    """Return the ranks whose images have tensors of the image *source*; none where it is invalid.
+
+    The load reports what is invalid.
+    """
+    try:
+        if isinstance(source, SharedBuffer):
+            return read_owners(source.view)
+        with source.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+            return read_owners(mapped)
+    except (OSError, ValueError, CorruptError):
+        return frozenset()
 
 
 def _damaged_shards(

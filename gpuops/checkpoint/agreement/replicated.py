@@ -57,8 +57,8 @@ def read_replicated(header: bytes, shard: Shard, n_tensors: int) -> tuple[Replic
         return ()
     found = []
     for item in entries:
-        ranks = _from_spans(item.get("ranks"), shard.world) if isinstance(item, dict) else ()
-        tensors = _from_spans(item.get("tensors"), n_tensors) if ranks else ()
+        ranks = from_spans(item.get("ranks"), shard.world) if isinstance(item, dict) else ()
+        tensors = from_spans(item.get("tensors"), n_tensors) if ranks else ()
         if len(ranks) < 2 or shard.rank not in ranks or not tensors:
             return ()
         found.append(ReplicatedTensors(ranks, tensors))
@@ -84,7 +84,7 @@ def to_spans(numbers: Iterable[int]) -> list[int]:
     return found
 
 
-def _from_spans(spans: object, below: int) -> tuple[int, ...]:
+def from_spans(spans: object, below: int) -> tuple[int, ...]:
     """Return the numbers of *spans*, () where they are not ascending or not below *below*."""
     is_list = isinstance(spans, list) and len(spans) % 2 == 0
     if not is_list or not isinstance(spans, list) or len(spans) > 2 * below:

@@ -16,6 +16,7 @@ from gpuops.checkpoint.keeper.messages import (
     Step,
     World,
 )
+from gpuops.checkpoint.keeper.populator import SlotPopulator
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.keeper.restore import (
     AgentInstructions,
@@ -26,7 +27,6 @@ from gpuops.checkpoint.keeper.restore import (
 )
 from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
 from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, WrittenSlot
-from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
@@ -75,7 +75,7 @@ class KeeperCore:
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
         self._written_s = 0.0
-        self._populating: set[int] = set()
+        self._populator = SlotPopulator(memory, jobs, self.events, lambda: self.is_ending)
 
     @property
     def is_in_use(self) -> bool:
@@ -190,22 +190,8 @@ class KeeperCore:
         except CheckpointError as exc:
             self.events.add("refused", rank=rank_info.shard.rank, why=str(exc))
             raise
-        for slot in self.memory.unpopulated():
-            if id(slot) not in self._populating:
-                run_task(self._populate(slot))
+        self._populator.start()
         return pool
-
-    async def _populate(self, slot: SharedBuffer) -> None:
-        self._populating.add(id(slot))
-        try:
-            if await JobResult(
-                self.jobs, JobKind.POPULATE, lambda: slot.populate(lambda: self.is_ending)
-            ):
-                self.memory.mark_populated(slot)
-        except Exception as exc:  # noqa: BLE001 boundary: the first copy populates the memory then
-            self.events.add("not_populated", why=str(exc))
-        finally:
-            self._populating.discard(id(slot))
 
     def acquire(
         self, rank_info: RankInfo, step: int, *, is_last: bool = False
@@ -229,7 +215,9 @@ class KeeperCore:
             return answer
         if sum(table.skipped.values()) > skipped and answer.reason is not SkipReason.NOT_DUE:
             self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
-        return Skipped(answer.why, answer.reason is not SkipReason.NOT_DUE)
+        if self.group.copies_all_why and answer.reason is SkipReason.NOT_RESERVED:
+            return Skipped(self.group.copies_all_why, copies_all=True)
+        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE)
 
     def mark_written(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""
@@ -242,6 +230,8 @@ class KeeperCore:
         self.n_hashing += 1
         try:
             digest = await JobResult(self.jobs, JobKind.HASH, written.hash)
+            slots = self.memory.written_if_last(written)
+            why = await self.replica_checker.vote(written.state, slots) if slots else ""
         except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
             self.memory.buffer_table.give_up(written.state)
             rank = rank_info.shard.rank
@@ -249,7 +239,23 @@ class KeeperCore:
             return
         finally:
             self.n_hashing -= 1
-        self._on_hashed(written, digest)
+        if why:
+            self._copy_all(written.state, why)
+        else:
+            self._on_hashed(written, digest)
+
+    def _copy_all(self, state: StateId, why: str) -> None:
+        """Give up *state*, whose shared tensors differ; each rank copies all of its own next."""
+        table, group = self.memory.buffer_table, self.group
+        if table.in_flight != state:
+            return
+        table.give_up(state)
+        self.events.add("given_up", state=state, why=why)
+        if group is None or table.epoch is None:
+            return  # its ranks are gone, and new ones share anew
+        group.copies_all_why = f"{why}: {state} is not kept, and each rank copies all its tensors"
+        for local_rank in group.ranks:
+            table.unregister(local_rank)
 
     def abandon(self, rank_info: RankInfo, state: StateId) -> None:
         self.memory.buffer_table.abandon(rank_info.local_rank, state)

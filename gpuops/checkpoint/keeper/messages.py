@@ -200,11 +200,13 @@ class Skipped:
     """Do not copy at this step, and do not wait.
 
     ``is_due`` is false where it was only too early for a save (`CheckpointPolicy.every_s`): this is
-    not counted as a skipped save.
+    not counted as a skipped save. ``copies_all``: reserve memory for all tensors, and copy also
+    those that another rank of the node owned until now.
     """
 
     why: str
     is_due: bool = True
+    copies_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)

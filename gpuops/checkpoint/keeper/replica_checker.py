@@ -1,9 +1,13 @@
 """Digest the tensors that must be equal on several ranks, and compare them on this node.
 
-The digests are computed after the commit, by one thread of the lowest priority that reads the
-slots in place. Nothing waits for it: a slot that is reused meanwhile invalidates the digests. Only
-a sample of the committed states is checked, so that the thread takes `CORE_SHARE` of a core; the
-sample is a function of the step, so that all nodes choose the same states.
+What the ranks of a node share (`gpuops.checkpoint.sharing`) is compared at each save, before its
+state is complete: of each tensor there is one copy, and the digests that the other ranks wrote.
+
+Of what each rank copies for itself, the digests are computed after the commit, by one thread of the
+lowest priority that reads the slots in place. Nothing waits for it: a slot that is reused meanwhile
+invalidates the digests. Only a sample of the committed states is checked, so that the thread takes
+`CORE_SHARE` of a core; the sample is a function of the step, so that all nodes choose the same
+states.
 """
 
 import math
@@ -19,7 +23,6 @@ from gpuops.checkpoint.agreement.replica_check import (
     REPORTS_MAX,
     ComparisonHistory,
     GroupDigest,
-    RankDigest,
     ReplicaDifference,
     ReplicaOutcome,
     ReplicaReport,
@@ -27,13 +30,18 @@ from gpuops.checkpoint.agreement.replica_check import (
     compare_ranks,
     format_ranks,
     format_tensors,
-    stripes_of,
-    sums_of,
 )
-from gpuops.checkpoint.agreement.replicated import KEY, format_spans, read_replicated
-from gpuops.checkpoint.image import ImageLayout, read_layout
+from gpuops.checkpoint.agreement.replicated import format_spans
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
-from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
+from gpuops.checkpoint.keeper.replica_digests import (
+    DigestResult,
+    ShardView,
+    TensorGroup,
+    digest_shards,
+    shared_groups,
+    shares,
+)
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory, WrittenSlot
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.types import Shard, StateId
 
@@ -44,46 +52,6 @@ _MISSED_IN_ROW_MAX = 4
 _LAYOUTS_MAX = 64
 _PIN_OWNER = "vote"
 _LENGTH_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorGroup:
-    """Tensors of one image that are compared with those of other images of equal ``key``."""
-
-    key: str
-    ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardView:
-    """One shard to digest; ``groups`` None: its header was not read yet."""
-
-    shard: Shard
-    layout: str
-    view: memoryview
-    groups: tuple[_TensorGroup, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupComparison:
-    """The digests that this node's ranks of one group have.
-
-    ``differ``: the digests by rank of each tensor that is not the same on all of them.
-    ``rank_digests`` are for other nodes, where some ranks are there.
-    """
-
-    group: _TensorGroup
-    differ: Mapping[int, Mapping[int, bytes]]
-    rank_digests: Mapping[int, RankDigest]
-
-
-@dataclass(frozen=True, slots=True)
-class _DigestResult:
-    layouts: Mapping[str, tuple[_TensorGroup, ...]]
-    comparisons: tuple[_GroupComparison, ...]
-    took_s: float
 
 
 class StateSampler:
@@ -145,7 +113,7 @@ class ReplicaChecker:
         clock_s: Callable[[], float],
         cpu_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        self.group_digests: tuple[GroupDigest, ...] = ()
+        self._group_digests: dict[bool, tuple[GroupDigest, ...]] = {}  # by whether they are shared
         self.notice: str | None = None
         self._memory = memory
         self._jobs = jobs
@@ -153,7 +121,7 @@ class ReplicaChecker:
         self._clock_s = clock_s
         self._cpu_s = cpu_s
         self._sampler = StateSampler()
-        self._groups: dict[str, tuple[_TensorGroup, ...]] = {}
+        self._groups: dict[str, tuple[TensorGroup, ...]] = {}
         self._histories: dict[str, _GroupHistory] = {}
         self._n_compared = self._n_missed = self._n_missed_in_row = 0
         self._took_s = 0.0
@@ -161,10 +129,46 @@ class ReplicaChecker:
         self._local_ranks: frozenset[int] = frozenset()
         self._origin = StateOrigin("", -1)
 
+    @property
+    def group_digests(self) -> tuple[GroupDigest, ...]:
+        """Return the newest digests of ranks of which some are on other nodes."""
+        return (*self._group_digests.get(True, ()), *self._group_digests.get(False, ()))
+
+    async def vote(self, state: StateId, slots: Sequence[WrittenSlot]) -> str:
+        """Compare what the ranks of this node share in *slots*; return why *state* is void, or "".
+
+        Where the state was given up meanwhile, nothing was compared.
+
+        Raises:
+            CorruptError: The header of an image is invalid.
+        """
+        views = [ShardView(s.shard, s.layout, s.view, self._groups.get(s.layout)) for s in slots]
+        if not any(map(shares, views)):
+            return ""
+        work = partial(digest_shards, views, self._cpu_s, is_shared=True)
+        record = self._memory.buffer_table.find(state)
+        done = await JobResult(self._jobs, JobKind.HASH, work)
+        if self._memory.buffer_table.find(state) is not record:
+            return ""  # the slots may have been written since
+        self._local_ranks = frozenset(slot.shard.rank for slot in slots)
+        self._remember(done.layouts)
+        if done.disagreement:
+            return done.disagreement
+        self._record(state, done, is_shared=True)
+        differing = [
+            item.group.names[number] for item in done.comparisons for number in item.differ
+        ]
+        if not differing:
+            return ""
+        here = sorted({rank for it in done.comparisons for by in it.differ.values() for rank in by})
+        what = format_tensors(differing, len(differing))
+        return f"{format_ranks(here)} differ in {what}, which they should hold alike"
+
     def on_committed(self, state: StateId) -> None:
         """Have *state* compared, if it is in the sample and there is anything to compare."""
         shards = self._memory.complete_shards(state)
-        if not any(self._groups.get(item.copy.layout, True) for item in shards.values()):
+        groups = [self._groups.get(item.copy.layout) for item in shards.values()]
+        if not any(known is None or len(shared_groups(known)) < len(known) for known in groups):
             return
         if not self._sampler.is_sampled(state, self._clock_s()) or self._is_busy:
             return
@@ -176,12 +180,12 @@ class ReplicaChecker:
 
     async def _check(self, state: StateId, shards: Mapping[Shard, MemoryShard]) -> None:
         shard_views = [
-            _ShardView(shard, it.copy.layout, it.memory.view, self._groups.get(it.copy.layout))
+            ShardView(shard, it.copy.layout, it.memory.view, self._groups.get(it.copy.layout))
             for shard, it in shards.items()
         ]
         done, why = None, ""
         try:
-            work = partial(_digest_shards, shard_views, self._cpu_s)
+            work = partial(digest_shards, shard_views, self._cpu_s, is_shared=False)
             done = await JobResult(self._jobs, JobKind.CHECK_REPLICAS, work)
         except Exception as exc:  # noqa: BLE001 boundary: saving must not depend on it
             why = str(exc)
@@ -194,7 +198,9 @@ class ReplicaChecker:
             self._events.add("vote_failed", state=state, why=why)
         else:
             self._n_missed_in_row = 0
-            self._record(state, done)
+            self._remember(done.layouts)
+            self._sampler.record_cost(done.took_s)
+            self._record(state, done, is_shared=False)
         self._memory.buffer_table.unpin(_PIN_OWNER)
 
     def begin(self, origin: StateOrigin, *, has_agent: bool) -> None:
@@ -253,19 +259,20 @@ class ReplicaChecker:
             s: h.slot for s, h in shards.items()
         }
 
-    def _record(self, state: StateId, counted: _DigestResult) -> None:
-        self._groups |= counted.layouts
+    def _remember(self, layouts: Mapping[str, tuple[TensorGroup, ...]]) -> None:
+        self._groups |= layouts
         while len(self._groups) > _LAYOUTS_MAX:
             del self._groups[next(iter(self._groups))]
+
+    def _record(self, state: StateId, counted: DigestResult, *, is_shared: bool) -> None:
         if not counted.comparisons:
             return
         self._n_compared += 1
         self._took_s = counted.took_s
-        self._sampler.record_cost(counted.took_s)
         for item in counted.comparisons:
             if not item.rank_digests:
                 self._compare(state, item.group, item.differ)
-        self.group_digests = tuple(
+        self._group_digests[is_shared] = tuple(
             GroupDigest(
                 state=state,
                 key=item.group.key,
@@ -280,7 +287,7 @@ class ReplicaChecker:
     def _compare(
         self,
         state: StateId,
-        group: _TensorGroup,
+        group: TensorGroup,
         digests_by_tensor: Mapping[int, Mapping[int, bytes]],
     ) -> None:
         group_history = self._histories.setdefault(group.key, _GroupHistory())
@@ -356,65 +363,6 @@ class ReplicaChecker:
     def _report_equal(self, state: StateId, ranks: Sequence[int]) -> None:
         why = f"{format_ranks(ranks)} are equal again at step {state.step}"
         self._events.add("replicas_alike", state=state, ranks=format_spans(ranks), why=why)
-
-
-def _digest_shards(shard_views: Sequence[_ShardView], cpu_s: Callable[[], float]) -> _DigestResult:
-    """Return the comparisons, and their cost in seconds of a core."""
-    layouts = {
-        shard_view.layout: _groups_of(shard_view.view)
-        if shard_view.groups is None
-        else shard_view.groups
-        for shard_view in shard_views
-    }
-    began_s = cpu_s()
-    sets: dict[str, tuple[_TensorGroup, dict[int, list[bytes]]]] = {}
-    for shard_view in shard_views:
-        for group in layouts[shard_view.layout]:
-            digests = [xxhash.xxh3_128_digest(shard_view.view[b:e]) for b, e in group.spans]
-            sets.setdefault(group.key, (group, {}))[1][shard_view.shard.rank] = digests
-    found = tuple(_compare_local(group, by_rank) for group, by_rank in sets.values())
-    return _DigestResult(layouts, found, cpu_s() - began_s)
-
-
-def _compare_local(group: _TensorGroup, by_rank: Mapping[int, Sequence[bytes]]) -> _GroupComparison:
-    if by_rank.keys() != set(group.ranks):
-        return _GroupComparison(
-            group, {}, {rank: rank_digest_of(digests) for rank, digests in by_rank.items()}
-        )
-    columns = enumerate(zip(*by_rank.values(), strict=True))
-    different = {
-        number: dict(zip(by_rank, column, strict=True))
-        for number, column in columns
-        if len(set(column)) > 1
-    }
-    return _GroupComparison(group, different, {})
-
-
-def rank_digest_of(digests: Sequence[bytes]) -> RankDigest:
-    """Return the rank digest of tensors with these *digests*, in order."""
-    digest = xxhash.xxh3_128_digest(b"".join(digests))
-    return RankDigest(digest, sums_of(digests), stripes_of(digests))
-
-
-def _groups_of(view: memoryview) -> tuple[_TensorGroup, ...]:
-    """Return what the header of the image *view* lists for comparison; raises CorruptError."""
-    begin = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
-    if KEY.encode() not in bytes(view[:begin]):
-        return ()  # reading all of 20,000 tensors takes a tenth of a second
-    layout = read_layout(view[:begin], nbytes=len(view))
-    report = read_replicated(layout.header, layout.shard, len(layout.tensors))
-    return tuple(_group(layout, item.ranks, item.tensors) for item in report)
-
-
-def _group(layout: ImageLayout, ranks: tuple[int, ...], numbers: Sequence[int]) -> _TensorGroup:
-    placed = [layout.tensors[number] for number in numbers]
-    specs = [(t.spec.name, t.spec.dtype, t.spec.shape, t.spec.offsets) for t in placed]
-    return _TensorGroup(
-        xxhash.xxh3_64_hexdigest(repr((layout.shard.world, ranks, specs)).encode()),
-        ranks,
-        tuple(tensor.spec.name for tensor in placed),
-        tuple((tensor.begin, tensor.end) for tensor in placed),
-    )
 
 
 def _smooth(before: float | None, now: float) -> float:

@@ -57,7 +57,7 @@ class RankGroup:
 
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
     ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
-    taken their place.
+    taken their place. ``copies_all_why``: why they share nothing, "" where they do.
     """
 
     generation: int
@@ -75,6 +75,7 @@ class RankGroup:
     is_undecided: bool = False
     is_handed_over: bool = False
     is_replaced: bool = False
+    copies_all_why: str = ""
 
     def accepts(
         self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False

@@ -150,6 +150,10 @@ class BufferTable:
         self._pool_of_rank.pop(local_rank, None)
         self._give_up_unwritten(local_rank)
 
+    def unregister(self, local_rank: int) -> None:
+        """Grant nothing before the rank has reserved other slots; the old ones stay as they are."""
+        self._pool_of_rank.pop(local_rank, None)
+
     # One state.
 
     def acquire(

@@ -16,7 +16,7 @@ from gpuops.checkpoint.keeper.messages import SLOTS_MAX, SLOTS_MIN
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.buffer_table import BufferTable
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.memory.state_record import SlotKey
+from gpuops.checkpoint.memory.state_record import SlotKey, SlotPhase
 from gpuops.checkpoint.types import (
     IMAGE_BYTES_MAX,
     CheckpointError,
@@ -84,6 +84,7 @@ class WrittenSlot:
     state: StateId
     layout: str
     view: memoryview
+    shard: Shard
 
     def hash(self) -> Digest:
         """Return the digest of the image.
@@ -173,9 +174,22 @@ class NodeMemory:
         key = self.buffer_table.mark_written(local_rank, state)
         if key is None:
             return None
+        return self._written_slot(key, state)
+
+    def written_if_last(self, written: WrittenSlot) -> list[WrittenSlot]:
+        """Return all slots of a state of which *written* is the last to be verified, else none."""
+        saved = self.buffer_table.find(written.state)
+        if saved is None:
+            return []
+        waiting = {saved.slots[r] for r in saved.slots if saved.phases[r] is not SlotPhase.VERIFIED}
+        if waiting != {written.key}:
+            return []
+        return [self._written_slot(key, written.state) for key in saved.slots.values()]
+
+    def _written_slot(self, key: SlotKey, state: StateId) -> WrittenSlot:
         pool = self._pools[key.pool]
         view = memoryview(pool.slots[key.index].view)
-        return WrittenSlot(key, state, pool.layout, view)
+        return WrittenSlot(key, state, pool.layout, view, pool.shard)
 
     def record_digest(self, written: WrittenSlot, digest: Digest) -> bool:
         """Record a slot's digest; return whether that completes its state."""

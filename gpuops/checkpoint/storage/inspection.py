@@ -1,6 +1,7 @@
 """A stored state read back: its tensors, whether it is intact, and its save interval."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,7 +45,7 @@ class StoredTensor:
     """A tensor of the state: ``parts`` cover it without overlap.
 
     ``dtype`` is safetensors' name. ``n_copies`` is the highest number of ranks with the same part:
-    4 where four data-parallel ranks saved equal parts.
+    4 where four data-parallel ranks saved equal parts, each its own or all of them one.
     """
 
     name: str
@@ -158,13 +159,20 @@ def assemble_tensors(layouts: Sequence[ImageLayout]) -> Mapping[str, StoredTenso
         CorruptError: The parts of a tensor disagree, overlap, or leave a hole.
     """
     by_name: dict[str, list[TensorPart]] = {}
+    sharing_ranks: Counter[tuple[int, str]] = Counter()
     for layout in layouts:
         for placed in layout.tensors:
             by_name.setdefault(placed.spec.name, []).append(TensorPart(layout.shard, placed))
-    return {name: _assemble_tensor(name, parts) for name, parts in sorted(by_name.items())}
+        sharing_ranks.update((owner, name) for name, owner in layout.owner_by_name.items())
+    return {
+        name: _assemble_tensor(name, parts, sharing_ranks)
+        for name, parts in sorted(by_name.items())
+    }
 
 
-def _assemble_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
+def _assemble_tensor(
+    name: str, parts: Sequence[TensorPart], sharing_ranks: Mapping[tuple[int, str], int]
+) -> StoredTensor:
     first = parts[0].placed.spec
     copies: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorPart]] = {}
     for part in parts:
@@ -178,9 +186,11 @@ def _assemble_tensor(name: str, parts: Sequence[TensorPart]) -> StoredTensor:
         copies.setdefault(part.region, []).append(part)
     distinct = [same[0] for box, same in sorted(copies.items()) if prod(box[1])] or [parts[0]]
     _check_cover(name, first.global_shape, distinct)
-    return StoredTensor(
-        name, first.dtype, first.global_shape, tuple(distinct), max(map(len, copies.values()))
+    n_copies = max(
+        sum(1 + sharing_ranks.get((part.shard.rank, name), 0) for part in same)
+        for same in copies.values()
     )
+    return StoredTensor(name, first.dtype, first.global_shape, tuple(distinct), n_copies)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[TensorPart]) -> None:

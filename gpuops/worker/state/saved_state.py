@@ -1,7 +1,8 @@
 """A saved state: the images of all ranks, opened when they are needed.
 
 In a world of the same size each rank has its own image, and reads all plain tensors from it: ranks
-may differ in values that no placement describes, such as running averages of a batch norm. Where
+may differ in values that no placement describes, such as running averages of a batch norm. What
+it held alike with others of its node may be in the image of one of them, which its own names. Where
 the world or the placements changed, sharded tensors are assembled from all images, and others are
 read from the lowest rank's.
 
@@ -89,6 +90,7 @@ class _ShardImage(NamedTuple):
     memory: memoryview
     layout: ImageLayout
     tensors: Mapping[str, PlacedTensor]
+    owner_by_name: Mapping[str, int]  # of tensors that are in the image of another rank
     metadata: Mapping[str, Any]
 
 
@@ -128,7 +130,8 @@ class SavedState:
         """Return the names of this rank's tensors with *prefix*; of all ranks in another world."""
         found: dict[str, None] = {}
         for image in [self._image(self._home_rank)] if self.is_own else self._all_images():
-            found.update(dict.fromkeys(n for n in image.tensors if n.startswith(prefix)))
+            names = (*image.tensors, *image.owner_by_name)
+            found.update(dict.fromkeys(n for n in names if n.startswith(prefix)))
         return list(found)
 
     def fragments(self, key: str) -> list[Any]:
@@ -224,19 +227,32 @@ class SavedState:
 
     def _has_same_values(self, first_name: str, second_name: str) -> bool:
         """Return whether two tensors were saved with the same values."""
-        for image in self._all_images():
-            a, b = image.tensors.get(first_name), image.tensors.get(second_name)
+        for image in [self._image(self._home_rank)] if self.is_own else self._all_images():
+            a, b = self._find_in(image, first_name), self._find_in(image, second_name)
             if a is None and b is None:
                 continue
-            if a is None or b is None or not _is_same_region(a.spec, b.spec):
+            if a is None or b is None or not _is_same_region(a[1].spec, b[1].spec):
                 return False
-            if not torch.equal(_bytes_of(image.memory, a), _bytes_of(image.memory, b)):
+            if not torch.equal(_bytes_of(a[0].memory, a[1]), _bytes_of(b[0].memory, b[1])):
                 return False
-            if self.is_own:
-                return True
         return True
 
+    def _find_in(self, image: _ShardImage, name: str) -> tuple[_ShardImage, PlacedTensor] | None:
+        """Return the tensor of the rank of *image*: from there, or from its owner's image."""
+        if name in image.tensors:
+            return image, image.tensors[name]
+        owner = image.owner_by_name.get(name)
+        if owner is None:
+            return None
+        owners = self._image(owner)
+        if name not in owners.tensors:
+            raise CorruptError(f"{name} is not in the image of rank {owner}, which has to have it")
+        return owners, owners.tensors[name]
+
     def _find_tensor(self, name: str) -> tuple[_ShardImage, PlacedTensor] | None:
+        found = self._find_in(self._image(self._home_rank), name)
+        if found is not None:
+            return found
         for image in self._all_images():
             if name in image.tensors:
                 return image, image.tensors[name]
@@ -286,7 +302,7 @@ class SavedState:
                 f"others are of step {self._step}"
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
-        return _ShardImage(memory, layout, tensors, metadata)
+        return _ShardImage(memory, layout, tensors, layout.owner_by_name, metadata)
 
 
 def _memory_of(tensor: torch.Tensor) -> _TensorMemory:

@@ -20,7 +20,7 @@ from gpuops.checkpoint.agreement.replica_check import (
     replica_report_from_json,
     replica_report_to_json,
 )
-from gpuops.checkpoint.keeper.replica_checker import rank_digest_of
+from gpuops.checkpoint.keeper.replica_digests import rank_digest_of
 from gpuops.checkpoint.types import StateId
 from gpuops.incident.decision import ReportKind, RestartPolicy
 

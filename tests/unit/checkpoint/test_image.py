@@ -299,7 +299,11 @@ def set_at(tree, path, value):
         (("__metadata__", "gpuops"), ..., "gpuops is not text"),
         (("__metadata__", "gpuops"), "[1]", "gpuops is not an object"),
         (("__metadata__", "gpuops"), "{", "cannot be read"),
-        (("__metadata__", "gpuops"), '{"format": 2}', "has the format 2, this gpuops reads 1"),
+        (
+            ("__metadata__", "gpuops"),
+            '{"format": 3}',
+            "has the format 3, this gpuops reads 1 and 2",
+        ),
         (("__metadata__", "gpuops"), '{"format": 1, "rank": 1.0, "world": 4}', "of rank float"),
         (("__metadata__", "gpuops"), '{"format": 1, "rank": true, "world": 4}', "of rank bool"),
         (("__metadata__", "gpuops"), '{"format": 1, "rank": 4, "world": 4}', "no world of 4"),

@@ -8,9 +8,11 @@ from support.keeper_ranks import fill, holds, layout_of
 
 from gpuops.checkpoint.agreement.local_recovery import StateSearchCriteria, find_restorable
 from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey
+from gpuops.checkpoint.sharing import plan_sharing
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.api import DamagedState, StoreScan
 from gpuops.checkpoint.storage.persist import StateOrigin, persist
@@ -232,3 +234,32 @@ def test_reasons_are_few_and_short(stack):
     assert choice.selected is None
     assert len(choice.why) <= 16
     assert all(len(why) <= 300 for why in choice.why)
+
+
+def test_the_owners_of_what_a_rank_shares_are_found_with_its_own_shard(stack, tmp_path):
+    """Where the ranks are on other nodes than before, a node needs shards of others, too."""
+    names = ("a", "b", "c")
+    replicas = dict.fromkeys(names, (0, 1))
+    sources = {}
+    for rank in range(4):
+        shard, node = Shard(rank, 4), (0, 1) if rank < 2 else ()
+        specs = [TensorSpec(name, "F32", (100,), 400, (0,), (100,)) for name in names]
+        layout = plan_image(shard, specs, 100, {}, plan_sharing(shard, specs, replicas, node))
+        memory = stack.enter_context(SharedBuffer.create("test", layout.nbytes))
+        fill(memory.view, layout, 7)
+        sources[shard] = (memory.fd, compute_digest(memory.view))
+    store = open_store(str(tmp_path))
+    persist(store, NEW, sources, origin=StateOrigin("run", 0))
+
+    def ranks_of(*shards):
+        criteria = StateSearchCriteria(only=NEW, shards=frozenset(shards))
+        return sorted(s.rank for s in find_restorable({}, store, criteria).selected.sources)
+
+    assert ranks_of(Shard(1, 4), Shard(2, 4)) == [0, 1, 2]
+    assert ranks_of(Shard(2, 4)) == [2]
+    path = store.local_shard_path(NEW, Shard(0, 4))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    choice = find_restorable({}, store, StateSearchCriteria(shards=frozenset({Shard(2, 4)})))
+    assert choice.selected is not None
+    with pytest.raises(RestoreUndecidedError, match="the shard of rank 0"):
+        find_restorable({}, store, StateSearchCriteria(shards=frozenset({Shard(1, 4)})))

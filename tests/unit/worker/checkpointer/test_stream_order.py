@@ -9,7 +9,8 @@ from support.fake_cuda import FakeCuda
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.staging import PinnedBuffer, SlotCopier, StateCapturer
+from gpuops.worker.pinned_buffer import PinnedBuffer
+from gpuops.worker.staging import SlotCopier, StateCapturer
 
 WEIGHT, AVERAGE = torch.arange(9.0), torch.arange(5.0)
 

@@ -1,0 +1,44 @@
+"""Memory that a GPU copies into by itself."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
+
+
+class PinnedBuffer:
+    """Memory registered with CUDA, so that a device copies into it asynchronously.
+
+    Where it cannot be registered, *warn* gets the reason; copies still work, and block.
+    """
+
+    def __init__(
+        self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
+    ) -> None:
+        self._address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, _PORTABLE))
+        self._is_pinned = code == 0
+        if not self._is_pinned:
+            _clear_cuda_error(device)
+            warn(
+                f"{memory.nbytes} bytes of memory cannot be pinned (cudaHostRegister returned "
+                f"{code}; is `ulimit -l` too small?): copies from the device are slower and block"
+            )
+
+    def release(self) -> None:
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._is_pinned = False
+
+
+def _clear_cuda_error(device: torch.device) -> None:
+    """Clear CUDA's last error: the next kernel launch would raise it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)

@@ -1,0 +1,82 @@
+"""Data-parallel ranks of a node keep what they hold alike once, in memory and on disk."""
+
+import pytest
+import torch
+from support.gloo_ranks import run_ranks, said
+from support.runs import JOBS
+
+from gpuops.checkpoint.keeper.process import start_or_adopt
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
+MB = 10**6
+JOB = JOBS / "shared_train.py"
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    process = start_or_adopt(tmp_path / "keeper", lease_s=600)
+    yield process.socket_path
+    process.kill()
+
+
+def run(tmp_path, keeper, world, **job):
+    return run_ranks(tmp_path, world, job, keeper=keeper, script=JOB)
+
+
+def nbytes_of(results):
+    return [result["stats"]["nbytes"] for result in results]
+
+
+def state_bytes(result):
+    return sum(tensor.nbytes for tensor in result["state"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, keeper, world):
+    directory = str(tmp_path / "states")
+    saved = run(tmp_path, keeper, world, name="first", until=3, die=True, directory=directory)
+    loaded = run(tmp_path, keeper, world, name="second", until=3, directory=directory)
+
+    sizes = nbytes_of(saved)
+    assert sum(sizes) <= state_bytes(saved[0]) + world * MB
+    assert max(sizes) - min(sizes) <= MB
+    for rank in range(world):
+        assert loaded[rank]["start"] == 3, said(tmp_path, world, "second")
+        assert loaded[rank]["tokens"] == 3 * (10 + rank)
+        assert all(map(torch.equal, loaded[rank]["state"], saved[rank]["state"]))
+        assert torch.equal(loaded[rank]["next"], saved[rank]["next"])
+    files = list((tmp_path / "states").glob("step-*/shard-*.safetensors"))
+    assert len(files) == world
+    assert sum(file.stat().st_size for file in files) <= state_bytes(saved[0]) + world * MB
+
+
+def test_replicas_that_differ_are_not_saved_and_then_each_rank_saves_its_own(tmp_path, keeper):
+    flip = {"flip": [1, 3]}
+    saved = run(tmp_path, keeper, 2, name="first", until=5, die=True, **flip)
+    loaded = run(tmp_path, keeper, 2, name="second", until=5)
+
+    for rank in range(2):
+        log = said(tmp_path, 2, "first")
+        # The state of step 3 is void, step 4 is skipped while memory is reserved anew.
+        assert saved[rank]["saved"][1:] == [2, 2, 2, 5], log
+        assert saved[rank]["stats"]["nbytes"] >= state_bytes(saved[rank])
+        assert loaded[rank]["start"] == 5
+        assert all(map(torch.equal, loaded[rank]["state"], saved[rank]["state"]))
+    assert log.count("ranks 0-1 differ in model.3.weight") == 2, log
+    differing = [
+        number
+        for number, pair in enumerate(zip(saved[0]["state"], saved[1]["state"], strict=True))
+        if not torch.equal(*pair)
+    ]
+    assert differing, "the flipped bit is no more"
+
+
+def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_own(
+    tmp_path, keeper
+):
+    saved = run(tmp_path, keeper, 2, name="first", until=4, wrong_dtype=1)
+
+    log = said(tmp_path, 2, "first")
+    assert saved[0]["saved"][-1] == 4, log
+    assert log.count("ranks 0-1 should hold the same tensors") == 2, log
+    assert log.count("each rank copies all its tensors") == 2, log

@@ -41,6 +41,11 @@ class SharedTensors:
     owners: tuple[int, ...]
     stored: tuple[int, ...]
 
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Return the names of the tensors whose digest is in this image, in order."""
+        return tuple(self.names[number] for number in self.stored)
+
     def owner_by_name(self, rank: int) -> dict[str, int]:
         """Return the owner of each tensor that is not in the image of *rank*."""
         pairs = zip(self.names, self.owners, strict=True)
@@ -82,11 +87,13 @@ def plan_sharing(
     specs: Sequence["TensorSpec"],
     replicas_by_name: Mapping[str, tuple[int, ...]],
     node_ranks: Collection[int],
+    on_device: Collection[str] = (),
 ) -> tuple[SharedTensors, ...]:
     """Return what this rank shares with others of *node_ranks*.
 
     *specs* are all tensors of the rank in the order of an image, *replicas_by_name* the ranks on
-    which a tensor must be equal.
+    which a tensor must be equal. Of those *on_device* also the owner stores a digest: it is another
+    one than the keeper computes of the copy.
     """
     sets: dict[tuple[int, ...], list[TensorSpec]] = {}
     for spec in specs:
@@ -94,13 +101,17 @@ def plan_sharing(
         if ranks in sets or (len(set(node_ranks) & set(ranks)) > 1 and len(sets) < SETS_MAX):
             sets.setdefault(ranks, []).append(spec)
     return tuple(
-        _share(shard, ranks, group, sorted(set(node_ranks) & set(ranks)))
+        _share(shard, ranks, group, sorted(set(node_ranks) & set(ranks)), on_device)
         for ranks, group in sorted(sets.items())
     )
 
 
 def _share(
-    shard: Shard, ranks: tuple[int, ...], specs: Sequence["TensorSpec"], local: Sequence[int]
+    shard: Shard,
+    ranks: tuple[int, ...],
+    specs: Sequence["TensorSpec"],
+    local: Sequence[int],
+    on_device: Collection[str],
 ) -> SharedTensors:
     owners = assign_owners([spec.nbytes for spec in specs], local)
     return SharedTensors(
@@ -108,7 +119,11 @@ def _share(
         group_key(shard.world, ranks, specs),
         tuple(spec.name for spec in specs),
         owners,
-        tuple(number for number, owner in enumerate(owners) if owner != shard.rank),
+        tuple(
+            number
+            for number, (spec, owner) in enumerate(zip(specs, owners, strict=True))
+            if owner != shard.rank or spec.name in on_device
+        ),
     )
 
 

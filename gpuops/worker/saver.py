@@ -15,8 +15,9 @@ from gpuops.checkpoint.keeper.messages import Lease, Skipped
 from gpuops.checkpoint.keeper.rank_client import NO_ANSWER, RankKeeperClient
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.worker.keeper_finder import KeeperSearch, NoKeeperError
+from gpuops.worker.pending_copy import PendingCopy
 from gpuops.worker.ranks import RankContext
-from gpuops.worker.staging import CapturedState, CopyPlan, PendingCopy, SlotCopier, StateCapturer
+from gpuops.worker.staging import CapturedState, CopyPlan, SlotCopier, StateCapturer
 from gpuops.worker.state.adapter import StateAdapter
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
-import xxhash
 
 from gpuops.checkpoint.image import (
     ImageLayout,
@@ -24,7 +23,7 @@ from gpuops.checkpoint.image import (
     write_metadata_blob,
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.sharing import plan_sharing
+from gpuops.checkpoint.sharing import DIGEST_BYTES, plan_sharing
 from gpuops.checkpoint.types import Shard
 from gpuops.convert.tensors import (
     TensorPlacements,
@@ -35,7 +34,9 @@ from gpuops.convert.tensors import (
     views_of,
 )
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
+from gpuops.worker.pending_copy import PendingCopy
 from gpuops.worker.pinned_buffer import PinnedBuffer
+from gpuops.worker.replica_digest import device_digest, host_digest
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
 from gpuops.worker.state.objects import read_rng
 from gpuops.worker.state.optimizer import OptimizerAdapter
@@ -52,14 +53,15 @@ class CapturedState:
 
     ``tensors`` are this rank's parts of ``given``, in the order of ``plan.names``; those of
     ``plan.optimizer_owned`` are changed by the optimizers alone, unless the script does it.
-    ``digested``: tensors that another rank of the node copies, in the order of their digests.
+    ``digested``: tensors that ranks of the node share, in the order of their digests: name, this
+    rank's part, and as given.
     """
 
     plan: "CopyPlan"
     tensors: Sequence[torch.Tensor]
     metadata_blob: bytes
     given: Sequence[torch.Tensor]
-    digested: Sequence[torch.Tensor] = ()
+    digested: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +69,7 @@ class CopyPlan:
     """The layout of an image, and which tensor of a capture goes where in it.
 
     ``device`` is that of the tensors that are not on the host, None where all are. ``copied`` and
-    ``digested`` are places in what the parts of the state have.
+    ``digested`` (with names) are places in what the parts of the state have.
     """
 
     layout: ImageLayout
@@ -76,7 +78,7 @@ class CopyPlan:
     optimizer_owned: tuple[int, ...]
     others: tuple[int, ...]
     copied: tuple[int, ...]
-    digested: tuple[int, ...]
+    digested: tuple[tuple[str, int], ...]
 
 
 class StateCapturer:
@@ -131,7 +133,7 @@ class StateCapturer:
             _select(parts, plan.copied),
             metadata_blob,
             _select(tensors, plan.copied),
-            _select(parts, plan.digested),
+            [(name, parts[i], tensors[i]) for name, i in plan.digested],
         )
 
     def stop_sharing(self) -> bool:
@@ -202,13 +204,14 @@ class StateCapturer:
             self._shard,
             image_order(specs),
             replicas_by_name,
-            self._node_ranks if device is None else (),
+            self._node_ranks,
+            {name for name, each in zip(names, tensors, strict=True) if each.device == device},
         )
         layout = plan_image(self._shard, specs, metadata_capacity_bytes, replicas_by_name, shared)
         owned_flags = self._is_optimizer_owned(readings, tensors)
         places = {name: place for place, name in enumerate(names)}
-        digested = [places[name] for name in layout.owner_by_name]
-        copied = sorted(set(places.values()) - set(digested))
+        foreign = layout.owner_by_name
+        copied = [place for name, place in places.items() if name not in foreign]
         fenced = [owned_flags[place] for place in copied]
         self._plan = CopyPlan(
             layout,
@@ -217,7 +220,7 @@ class StateCapturer:
             tuple(i for i, is_fenced in enumerate(fenced) if is_fenced),
             tuple(i for i, is_fenced in enumerate(fenced) if not is_fenced),
             tuple(copied),
-            tuple(digested),
+            tuple((name, places[name]) for each in shared for name in each.stored_names),
         )
         self._names = [reading.names for reading in readings]
         self._shapes = list(map(_SHAPE, tensors))
@@ -265,63 +268,6 @@ def _placements_of(tensors: Sequence[torch.Tensor]) -> list[object]:
     ]
 
 
-class PendingCopy:
-    """A copy that a device may still be making.
-
-    *sources* are the tensors that are copied beside the training, by name, each with the DTensor
-    whose part it is, if it is one. They share their memory with the parameters and keep it, also
-    where a parameter is given other memory meanwhile; so do *kept*, copied in turn with the
-    training.
-    """
-
-    def __init__(
-        self,
-        event: Any = None,  # noqa: ANN401 torch's
-        device: torch.device | None = None,
-        sources: Sequence[tuple[str, Sequence[torch.Tensor]]] = (),
-        kept: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self.event = event
-        self._device = device
-        self._sources = sources
-        self._kept = kept
-        self._versions = _versions(sources)
-        self._written: list[str] | None = None
-
-    def is_done(self) -> bool:
-        """Return whether the copy is complete; never waits."""
-        return self.event is None or bool(self.event.query())
-
-    def wait(self) -> None:
-        """Wait on the host until the copy is complete."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def wait_before_step(self) -> None:
-        """Make later work on the current stream wait for the copy."""
-        self._written = self.written()
-        if self.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self.event)
-
-    def written(self) -> list[str]:
-        """Return the tensors that were written before `wait_before_step`, so that the copy is torn.
-
-        torch counts each write in the tensor's version, except through ``.data``, by a fused or
-        foreach kernel on a DTensor, and in a CUDA graph.
-        """
-        if self._written is not None:
-            return self._written
-        pairs = zip(self._sources, self._versions, _versions(self._sources), strict=True)
-        return [name for (name, _), before, now in pairs if before != now]
-
-
-def _versions(sources: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> list[int]:
-    return [
-        sum(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001 documented
-        for _, tensors in sources
-    ]
-
-
 class SlotCopier:
     """The slots of one layout. *warn* is called once where memory cannot be pinned."""
 
@@ -350,9 +296,23 @@ class SlotCopier:
         device = self.plan.device
         if device is None:
             _copy(views, capture.tensors)
-            write_digests(memory, layout, map(_digest_of, capture.digested))
+            write_digests(memory, layout, (host_digest(part) for _, part, _ in capture.digested))
             return PendingCopy()
-        return self._start_on(device, views, capture, overlap=overlap)
+        rows = self._digest_rows(slot)
+        return self._start_on(device, views, rows, capture, overlap=overlap)
+
+    def _digest_rows(self, slot: int) -> Sequence[torch.Tensor]:
+        """Return where each digest goes."""
+        digests = self.plan.layout.digests
+        if digests is None or digests.begin == digests.end:
+            return ()
+        rows = torch.frombuffer(
+            self._slots[slot].view,
+            dtype=torch.uint8,
+            count=digests.spec.nbytes,
+            offset=digests.begin,
+        )
+        return rows.view(-1, DIGEST_BYTES).unbind()
 
     def close(self) -> None:
         """Release the memory; no copy may be in progress."""
@@ -377,6 +337,7 @@ class SlotCopier:
         self,
         device: torch.device,
         views: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
         capture: CapturedState,
         *,
         overlap: bool,
@@ -393,6 +354,8 @@ class SlotCopier:
                 self._stream = torch.cuda.Stream()
             self._stream.wait_stream(computing)
             with _drained_on_error(self._stream, computing):
+                with torch.cuda.stream(self._stream if overlap else computing):
+                    _digest(rows, capture, device)
                 with torch.cuda.stream(self._stream):
                     _copy(
                         _select(views, optimizer_owned),
@@ -406,7 +369,11 @@ class SlotCopier:
                 # On the host, or on another device of this process: synchronously.
                 _copy(_select(views, elsewhere), _select(tensors, elsewhere))
         sources = [_source(capture, i) for i in optimizer_owned]
-        return PendingCopy(done, device, sources, [tensors[i].detach() for i in others])
+        kept = [tensors[i].detach() for i in others]
+        if overlap:
+            shared = [item for item in capture.digested if item[1].device == device]
+            sources += [_aliases(name, part, given) for name, part, given in shared]
+        return PendingCopy(done, device, sources, kept)
 
 
 @contextmanager
@@ -423,15 +390,25 @@ def _drained_on_error(*streams: Any) -> Iterator[None]:  # noqa: ANN401 torch's
 
 def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:
     """Return a source of `PendingCopy`: tensor *i* of *capture*."""
-    part, given = capture.tensors[i].detach(), capture.given[i]
-    return capture.plan.names[i], (part, given) if is_dtensor(given) else (part,)
+    return _aliases(capture.plan.names[i], capture.tensors[i], capture.given[i])
 
 
-def _digest_of(tensor: torch.Tensor) -> bytes:
-    """Return the digest of a tensor on the host, as its bytes would be in an image."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    data: Any = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_digest(data)
+def _aliases(
+    name: str, part: torch.Tensor, given: torch.Tensor
+) -> tuple[str, Sequence[torch.Tensor]]:
+    return name, (part.detach(), given) if is_dtensor(given) else (part.detach(),)
+
+
+def _digest(rows: Sequence[torch.Tensor], capture: CapturedState, device: torch.device) -> None:
+    """Write the digests of shared tensors into *rows*: on the current stream, or at once."""
+    targets, digests = [], []
+    for row, (_name, part, _given) in zip(rows, capture.digested, strict=True):
+        if part.device == device:
+            targets.append(row)
+            digests.append(device_digest(part))
+        else:
+            row.copy_(torch.frombuffer(bytearray(host_digest(part)), dtype=torch.uint8))
+    _copy(targets, digests, non_blocking=True)
 
 
 def _select(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:

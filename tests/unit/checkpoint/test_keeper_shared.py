@@ -18,10 +18,10 @@ NAMES = ("a", "b", "c")
 class Node:
     """Ranks that hold three tensors alike, and one each for itself."""
 
-    def __init__(self, n=3, *, world=None, dtypes=None):
+    def __init__(self, n=3, *, world=None, dtypes=None, on_device=()):
         self.node = InProcessNode()
         self.n, self.world = n, world or n
-        self.dtypes = dtypes or ["F32"] * n
+        self.dtypes, self.on_device = dtypes or ["F32"] * n, on_device
         if self.world != n:
             self.node.core.begin_generation(0, 2, None, "job")
         self.connect()
@@ -53,7 +53,9 @@ class Node:
             )
             for x in (*NAMES, "own")
         )
-        shared = plan_sharing(shard, specs, replicas, range(self.n) if shares else ())
+        shared = plan_sharing(
+            shard, specs, replicas, range(self.n) if shares else (), self.on_device
+        )
         self.layouts[rank] = plan_image(shard, specs, 100, replicas, shared)
         self.slots[rank] = self.keepers[rank].reserve(self.layouts[rank], slots=2)
 
@@ -72,7 +74,7 @@ class Node:
 
         for placed in layout.tensors:
             view[placed.begin : placed.end] = data_of(placed.spec.name)
-        names = layout.owner_by_name
+        names = [name for each in layout.shared for name in each.stored_names]
         write_digests(view, layout, [xxhash.xxh3_128_digest(data_of(name)) for name in names])
         return lease
 
@@ -122,9 +124,12 @@ def test_equal_digests_commit_and_each_tensor_is_in_memory_once(nodes):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_state_with_another_digest_is_not_committed_whoever_owns_the_tensor(nodes, rank, name):
+@pytest.mark.parametrize("on_device", [(), ("b", "c")], ids=["host", "device"])
+def test_a_state_with_another_digest_is_not_committed_whoever_owns_the_tensor(
+    nodes, rank, name, on_device
+):
     """The owner has no more say than the others: the majority names it."""
-    node = nodes()
+    node = nodes(on_device=on_device)
     node.save(1)
     node.save(2, [(rank, name)])
     (differ, void) = node.events("replicas_differ", "given_up")
@@ -212,6 +217,7 @@ def test_what_differed_when_all_died_is_not_kept_and_new_workers_share(nodes):
     node.connect(generation=1)
 
     assert node.offer.state.step == 1
+    assert node.node.core.group.copies_all_why == ""
     node.save(2)
     assert node.newest == 2
 

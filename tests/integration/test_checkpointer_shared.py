@@ -1,11 +1,14 @@
 """Data-parallel ranks of a node keep what they hold alike once, in memory and on disk."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.gloo_ranks import run_ranks, said
 from support.runs import JOBS
 
 from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.placement.estimate import RamNeed
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 MB = 10**6
@@ -37,8 +40,12 @@ def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, ke
     saved = run(tmp_path, keeper, world, name="first", until=3, die=True, directory=directory)
     loaded = run(tmp_path, keeper, world, name="second", until=3, directory=directory)
 
-    sizes = nbytes_of(saved)
-    assert sum(sizes) <= state_bytes(saved[0]) + world * MB
+    sizes, shared = nbytes_of(saved), state_bytes(saved[0])
+    least = RamNeed(ranks=world, bytes_per_rank=shared, replicas=1, shared_bytes=shared)
+    most = replace(least, bytes_per_rank=shared + MB)
+    reserved = saved[0]["stats"]["keeper"]["reserved_bytes"]
+    assert least.own_bytes <= reserved <= most.own_bytes, "what `gpuops ckpt plan` says"
+    assert sum(sizes) <= shared + world * MB
     assert max(sizes) - min(sizes) <= MB
     for rank in range(world):
         assert loaded[rank]["start"] == 3, said(tmp_path, world, "second")
@@ -47,7 +54,7 @@ def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, ke
         assert torch.equal(loaded[rank]["next"], saved[rank]["next"])
     files = list((tmp_path / "states").glob("step-*/shard-*.safetensors"))
     assert len(files) == world
-    assert sum(file.stat().st_size for file in files) <= state_bytes(saved[0]) + world * MB
+    assert sum(file.stat().st_size for file in files) <= most.state_bytes
 
 
 def test_replicas_that_differ_are_not_saved_and_then_each_rank_saves_its_own(tmp_path, keeper):

@@ -40,7 +40,8 @@ class RamNeed:
     """What one node's keeper stores: its ranks' states, and replicas for the peers that it serves.
 
     ``slots`` is for each state of its own, ``copy_slots`` for each replica of a peer's state;
-    ``replicas`` counts the copies of a state, the node's own included.
+    ``replicas`` counts the copies of a state, the node's own included. ``shared_bytes`` of the
+    ``bytes_per_rank`` are alike on all ranks of the node, which save them once.
     """
 
     ranks: int
@@ -48,6 +49,7 @@ class RamNeed:
     replicas: int
     slots: int = SLOTS_MIN
     copy_slots: int = SLOTS_MIN
+    shared_bytes: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.ranks, self.bytes_per_rank, self.replicas)
@@ -57,11 +59,20 @@ class RamNeed:
                 f" {self.replicas} copies in {self.slots} and {self.copy_slots} slots: at least one"
                 f" of each and {SLOTS_MIN} slots are needed"
             )
+        if not 0 <= self.shared_bytes <= self.bytes_per_rank:
+            raise CheckpointError(
+                f"a rank of {self.bytes_per_rank} bytes cannot share {self.shared_bytes} of them"
+            )
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes of one state of the node: one slot of each rank."""
-        return self.ranks * self.bytes_per_rank
+        return self.shared_bytes + self.ranks * (self.bytes_per_rank - self.shared_bytes)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Return how many bytes each rank copies at a save."""
+        return -(-self.state_bytes // self.ranks)
 
     @property
     def own_bytes(self) -> int:
@@ -76,7 +87,11 @@ class RamNeed:
         return self.own_bytes + self.peers_bytes
 
     def __str__(self) -> str:
-        own = f"{self.slots} slots x {self.ranks} ranks x {format_bytes(self.bytes_per_rank)}"
+        by_rank = self.bytes_per_rank - self.shared_bytes
+        own = f"{self.ranks} ranks x {format_bytes(by_rank)}"
+        if self.shared_bytes:
+            own = f"({format_bytes(self.shared_bytes)} + {own})"
+        own = f"{self.slots} slots x {own}"
         if self.replicas == 1:
             return f"{format_bytes(self.total_bytes)} a node ({own})"
         if self.copy_slots == self.slots:
@@ -98,10 +113,11 @@ def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
     options = [RamOption(RamSaving.NOTHING, need)]
     least_bytes = need.total_bytes
     weights = max(1, round(need.bytes_per_rank * WEIGHTS_ONLY_SHARE))
+    shared = min(weights, round(need.shared_bytes * WEIGHTS_ONLY_SHARE))
     for saving, saving_fields in (
         (RamSaving.SPARSE_COPIES, {"copy_slots": SLOTS_MIN}),
         (RamSaving.TWO_SLOTS, {"slots": SLOTS_MIN}),
-        (RamSaving.WEIGHTS_ONLY, {"bytes_per_rank": weights}),
+        (RamSaving.WEIGHTS_ONLY, {"bytes_per_rank": weights, "shared_bytes": shared}),
         (RamSaving.NO_COPIES, {"replicas": 1}),
     ):
         need = replace(need, **saving_fields)
@@ -227,7 +243,7 @@ def estimate(job: EstimateInput) -> CheckpointEstimate:
     seconds = _transfer_times(job, m)
     stall_s = job.stall_s
     if stall_s is None:
-        stall_s = job.need.bytes_per_rank / DEVICE_TO_HOST_BYTES_PER_S
+        stall_s = job.need.copied_bytes / DEVICE_TO_HOST_BYTES_PER_S
     missed = job.missed
     if missed is None:
         missed = mixed_odds(n_nodes, m, min(2, n_nodes)).missed

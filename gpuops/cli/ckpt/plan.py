@@ -89,6 +89,13 @@ _PERCENT = option_callback(_parse_percent)
     help="The state of one rank, like 12.0GB; Adam in mixed precision has 12 to 14 bytes a"
     " parameter, over the ranks that share it.",
 )
+@click.option(
+    "--shared-bytes",
+    metavar="SIZE",
+    callback=_SIZE,
+    help="How much of it all ranks of a node hold alike and save once: with"
+    " DistributedDataParallel, parameters and optimizer state; default: nothing.",
+)
 @click.option("--slots", type=click.IntRange(SLOTS_MIN, 16), default=SLOTS_MIN, show_default=True)
 @click.option("--ram", metavar="SIZE", callback=_SIZE, help="A node's memory for checkpoints.")
 @click.option(
@@ -137,6 +144,7 @@ def plan(
     domains: str | None,
     gpus_per_node: int,
     bytes_per_gpu: int,
+    shared_bytes: int | None,
     slots: int,
     ram: int | None,
     nic_gbps: float | None,
@@ -157,6 +165,9 @@ def plan(
     """
     if bytes_per_gpu > IMAGE_BYTES_MAX:
         raise UsageError(f"--bytes-per-gpu {bytes_per_gpu} is more than {IMAGE_BYTES_MAX} bytes")
+    shared = shared_bytes or 0
+    if shared > bytes_per_gpu:
+        raise UsageError(f"--shared-bytes {shared} is more than --bytes-per-gpu {bytes_per_gpu}")
     names, node_domains = nodes_and_domains(nodes, domains)
     if replicas > len(names):
         raise UsageError(
@@ -168,7 +179,7 @@ def plan(
             nodes=names,
             replicas=replicas,
             domains=node_domains,
-            need=RamNeed(gpus_per_node, bytes_per_gpu, replicas, slots, slots),
+            need=RamNeed(gpus_per_node, bytes_per_gpu, replicas, slots, slots, shared),
             mtbf_s=mtbf_of_nodes(len(names)) if mtbf_hours is None else mtbf_hours * 3600,
             restart_s=restart,
             slowdown=slowdown,

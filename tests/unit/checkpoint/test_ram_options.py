@@ -18,6 +18,16 @@ def test_a_70b_model_on_64_gpus_needs_420_gb_a_node():
     assert str(need) == "420.0 GB a node (2 slots x 8 ranks x 13.1 GB x 2 copies)"
 
 
+def test_what_ranks_of_a_node_hold_alike_is_needed_once():
+    need = RamNeed(ranks=8, bytes_per_rank=24 * GB, replicas=1, shared_bytes=24 * GB - 10**6)
+
+    assert need.state_bytes == 24 * GB + 7 * 10**6
+    assert need.copied_bytes == need.state_bytes / 8
+    assert str(need) == "48.0 GB a node (2 slots x (24.0 GB + 8 ranks x 1.0 MB))"
+    with pytest.raises(CheckpointError, match="cannot share 25"):
+        RamNeed(ranks=8, bytes_per_rank=24, replicas=1, shared_bytes=25)
+
+
 def test_what_is_given_up_and_in_which_order():
     need = RamNeed(ranks=8, bytes_per_rank=12 * GB, replicas=2, slots=3, copy_slots=3)
 
@@ -59,7 +69,8 @@ def test_what_does_not_fit_is_refused_with_figures_and_the_first_that_would():
     st.builds(
         RamNeed,
         ranks=st.integers(1, 16),
-        bytes_per_rank=st.integers(1, 10**12),
+        bytes_per_rank=st.integers(10**6, 10**12),
+        shared_bytes=st.integers(0, 10**6),
         replicas=st.integers(1, 5),
         slots=st.integers(2, 5),
         copy_slots=st.integers(2, 5),

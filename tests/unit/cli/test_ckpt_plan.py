@@ -51,6 +51,16 @@ def test_the_paper_s_figures_are_printed():
     assert ["4", "61.5", "%", "60", "%", "36.3", "%"] in rows
 
 
+def test_what_ranks_of_a_node_share_is_counted_once():
+    figures = as_json("--nodes", "2", *SIZE, *RATES, "--shared-bytes", "11.9GB", "--replicas", "1")
+
+    assert figures["ram"]["shared_bytes"] == 11.9e9
+    assert figures["ram"]["state_bytes"] == 11.9e9 + 8 * 0.1e9
+    assert figures["seconds"]["persist_s"] == figures["ram"]["state_bytes"] / 30e9
+    with pytest.raises(UsageError, match="--shared-bytes 13000000000 is more than"):
+        run("--nodes", "2", *SIZE, "--shared-bytes", "13GB")
+
+
 def test_a_topology_gives_the_nodes_their_groups_and_what_falls_with_a_switch(topology):
     text = shown("--domains", topology, *SIZE, *RATES, "--step", "10s")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gpuops.control.record import (
     RECORD_KEY,
+    SENT_KEY,
     SLOW_FLAG,
     ControlKeys,
     ControlRecord,
@@ -243,7 +244,7 @@ class ControlClient:
         flags = {SLOW_FLAG: True} if self.is_slow else {}
         reply = self.store.heartbeat(
             self.keys.heartbeat(self.me.agent),
-            pack({"seq": self._number, **flags, **payload}),
+            pack({"seq": self._number, SENT_KEY: began_ns, **flags, **payload}),
             watch=RECORD_KEY,
             seen_version=view.version,
             hold_s=hold_s,

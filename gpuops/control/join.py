@@ -13,6 +13,7 @@ from typing import NoReturn
 from gpuops.control.record import (
     ENTRY_ERRORS,
     RECORD_KEY,
+    SENT_KEY,
     ControlKeys,
     ControlRecord,
     Member,
@@ -31,9 +32,6 @@ log = logging.getLogger(__name__)
 
 # A live agent beats every second; one that does not in this time is dead, or as good as dead.
 LIVENESS_CHECK_S = 3.5
-# Heartbeats that an agent wrote before it was cut off arrive when the network is back, in a burst
-# for each connection: an agent that lives renews its heartbeat in each of so many checks.
-LIVENESS_CHECKS = 3
 _OTHER_JOB = (
     "another job is running under the same --rdzv-id on this endpoint: its command, --nnodes or "
     "--nproc-per-node differs from this one's; give each run an id of its own, and all its agents "
@@ -68,11 +66,11 @@ def join(
     if record is new_record:
         store.delete(RUN_OVER_KEY)  # sent to the server by the run before this one
     else:
-        _reject_second_agent(store, record, own_member, wait)
+        _reject_second_agent(store, record, own_member, clock, wait)
     keys = ControlKeys(run_id=record.run_id)
     reply = store.heartbeat(
         keys.heartbeat(own_member.agent),
-        pack({"seq": 0}),
+        pack({"seq": 0, SENT_KEY: clock.mono_ns()}),
         watch=RECORD_KEY,
         seen_version=entry.version,
         hold_s=0.0,
@@ -180,7 +178,11 @@ def _has_live_agent(
 
 
 def _reject_second_agent(
-    store: ControlStore, record: ControlRecord, own_member: Member, wait: Callable[[float], object]
+    store: ControlStore,
+    record: ControlRecord,
+    own_member: Member,
+    clock: Clock,
+    wait: Callable[[float], object],
 ) -> None:
     keys = ControlKeys(run_id=record.run_id)
     duplicates = []
@@ -191,25 +193,34 @@ def _reject_second_agent(
             log.warning("an agent's entry cannot be read: %s", exc)
             continue
         if other.node == own_member.node and other.agent != own_member.agent:
-            duplicates.append(other.agent)
+            duplicates.append(other)
+    beats = {other: store.get(keys.heartbeat(other.agent)).version for other in duplicates}
     # The store removes the heartbeat of a killed agent: there is nobody to wait for.
-    versions = {agent: it for agent in duplicates if (it := _version(store, keys, agent))}
-    for _ in range(LIVENESS_CHECKS):
-        if not versions:
-            return
-        wait(LIVENESS_CHECK_S)
-        newer = {agent: _version(store, keys, agent) for agent in versions}
-        versions = {agent: it for agent, it in newer.items() if it > versions[agent]}
-    if versions:
-        raise UsageError(
-            f"an agent of this run is on node {own_member.node} already: one agent for each node "
-            "(`srun --ntasks-per-node=1`), with --nproc-per-node for its workers; where several "
-            "share a host name, give each a SLURMD_NODENAME of its own"
-        )
+    versions = {other: version for other, version in beats.items() if version}
+    if not versions:
+        return
+    began_ns = clock.mono_ns()
+    wait(LIVENESS_CHECK_S)
+    for other, version in versions.items():
+        entry = store.get(keys.heartbeat(other.agent))
+        is_here = other.address == own_member.address
+        if entry.version > version and not (is_here and _is_late(entry, began_ns)):
+            raise UsageError(
+                f"an agent of this run is on node {own_member.node} already: one agent for each "
+                "node (`srun --ntasks-per-node=1`), with --nproc-per-node for its workers; where "
+                "several share a host name, give each a SLURMD_NODENAME of its own"
+            )
 
 
-def _version(store: ControlStore, keys: ControlKeys, agent: str) -> int:
-    return store.get(keys.heartbeat(agent)).version
+def _is_late(heartbeat: Entry, began_ns: int) -> bool:
+    """Say whether an agent of this host sent *heartbeat* before *began_ns*.
+
+    What an agent sent while it was cut off, members of etcd pass on later, for up to half a minute.
+    """
+    try:
+        return int(unpack(heartbeat.value)[SENT_KEY]) < began_ns
+    except ENTRY_ERRORS:
+        return False
 
 
 def leave(

@@ -54,6 +54,7 @@ RECORD_KEY = "control"
 PLAIN_BYTES_MAX = 2**16
 UNPACKED_BYTES_MAX = 2**26
 _ZLIB_HEAD = b"\x78"
+SENT_KEY = "sent_ns"  # in a heartbeat: when it was sent, on the monotonic clock of its host
 SLOW_FLAG = "slow"  # in the heartbeat of an agent whose calls are answered late
 # A run's folder: one name, no way out of the directory of all runs.
 FOLDER_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}")

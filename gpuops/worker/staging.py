@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,15 +53,26 @@ class CapturedState:
 
     ``tensors`` are this rank's parts of ``given``, in the order of ``plan.names``; those of
     ``plan.optimizer_owned`` are changed by the optimizers alone, unless the script does it.
-    ``digested``: tensors that ranks of the node share, in the order of their digests: name, this
-    rank's part, and as given.
+    ``digested``: tensors that ranks of the node share, in the order of their digests.
     """
 
     plan: "CopyPlan"
     tensors: Sequence[torch.Tensor]
     metadata_blob: bytes
     given: Sequence[torch.Tensor]
-    digested: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
+    digested: Sequence["SharedTensor"] = ()
+
+
+class SharedTensor(NamedTuple):
+    """A tensor whose digest is saved: this rank's part of ``given``.
+
+    ``is_fenced``: only the optimizers change it.
+    """
+
+    name: str
+    part: torch.Tensor
+    given: torch.Tensor
+    is_fenced: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +80,8 @@ class CopyPlan:
     """The layout of an image, and which tensor of a capture goes where in it.
 
     ``device`` is that of the tensors that are not on the host, None where all are. ``copied`` and
-    ``digested`` (with names) are places in what the parts of the state have.
+    ``digested`` (with names, and whether the optimizers own them) are places in what the parts of
+    the state have.
     """
 
     layout: ImageLayout
@@ -78,7 +90,7 @@ class CopyPlan:
     optimizer_owned: tuple[int, ...]
     others: tuple[int, ...]
     copied: tuple[int, ...]
-    digested: tuple[tuple[str, int], ...]
+    digested: tuple[tuple[str, int, bool], ...]
 
 
 class StateCapturer:
@@ -133,7 +145,7 @@ class StateCapturer:
             _select(parts, plan.copied),
             metadata_blob,
             _select(tensors, plan.copied),
-            [(name, parts[i], tensors[i]) for name, i in plan.digested],
+            [SharedTensor(name, parts[i], tensors[i], fenced) for name, i, fenced in plan.digested],
         )
 
     def stop_sharing(self) -> bool:
@@ -220,7 +232,11 @@ class StateCapturer:
             tuple(i for i, is_fenced in enumerate(fenced) if is_fenced),
             tuple(i for i, is_fenced in enumerate(fenced) if not is_fenced),
             tuple(copied),
-            tuple((name, places[name]) for each in shared for name in each.stored_names),
+            tuple(
+                (name, places[name], owned_flags[places[name]])
+                for each in shared
+                for name in each.stored_names
+            ),
         )
         self._names = [reading.names for reading in readings]
         self._shapes = list(map(_SHAPE, tensors))
@@ -296,7 +312,7 @@ class SlotCopier:
         device = self.plan.device
         if device is None:
             _copy(views, capture.tensors)
-            write_digests(memory, layout, (host_digest(part) for _, part, _ in capture.digested))
+            write_digests(memory, layout, (host_digest(each.part) for each in capture.digested))
             return PendingCopy()
         rows = self._digest_rows(slot)
         return self._start_on(device, views, rows, capture, overlap=overlap)
@@ -348,20 +364,23 @@ class SlotCopier:
         elsewhere = [i for i, tensor in enumerate(tensors) if tensor.device != device]
         if not overlap:
             optimizer_owned, others = [], [*optimizer_owned, *others]
+        digests = list(zip(rows, capture.digested, strict=True))
+        beside = [pair for pair in digests if overlap and pair[1].is_fenced]
+        in_turn = [pair for pair in digests if not (overlap and pair[1].is_fenced)]
         with torch.cuda.device(device):
             computing = torch.cuda.current_stream()
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
             self._stream.wait_stream(computing)
             with _drained_on_error(self._stream, computing):
-                with torch.cuda.stream(self._stream if overlap else computing):
-                    _digest(rows, capture, device)
                 with torch.cuda.stream(self._stream):
+                    _digest(beside, device)
                     _copy(
                         _select(views, optimizer_owned),
                         _select(tensors, optimizer_owned),
                         non_blocking=True,
                     )
+                _digest(in_turn, device)
                 _copy(_select(views, others), _select(tensors, others), non_blocking=True)
                 self._stream.wait_stream(computing)
                 done = torch.cuda.Event()
@@ -369,10 +388,8 @@ class SlotCopier:
                 # On the host, or on another device of this process: synchronously.
                 _copy(_select(views, elsewhere), _select(tensors, elsewhere))
         sources = [_source(capture, i) for i in optimizer_owned]
-        kept = [tensors[i].detach() for i in others]
-        if overlap:
-            shared = [item for item in capture.digested if item[1].device == device]
-            sources += [_aliases(name, part, given) for name, part, given in shared]
+        sources += [_aliases(e.name, e.part, e.given) for _, e in beside if e.part.device == device]
+        kept = [*(tensors[i].detach() for i in others), *(e.part.detach() for _, e in in_turn)]
         return PendingCopy(done, device, sources, kept)
 
 
@@ -399,15 +416,15 @@ def _aliases(
     return name, (part.detach(), given) if is_dtensor(given) else (part.detach(),)
 
 
-def _digest(rows: Sequence[torch.Tensor], capture: CapturedState, device: torch.device) -> None:
-    """Write the digests of shared tensors into *rows*: on the current stream, or at once."""
+def _digest(shared: Sequence[tuple[torch.Tensor, SharedTensor]], device: torch.device) -> None:
+    """Write the digest of each tensor to where it goes: on the current stream, or at once."""
     targets, digests = [], []
-    for row, (_name, part, _given) in zip(rows, capture.digested, strict=True):
-        if part.device == device:
-            targets.append(row)
-            digests.append(device_digest(part))
+    for target, each in shared:
+        if each.part.device == device:
+            targets.append(target)
+            digests.append(device_digest(each.part))
         else:
-            row.copy_(torch.frombuffer(bytearray(host_digest(part)), dtype=torch.uint8))
+            target.copy_(torch.frombuffer(bytearray(host_digest(each.part)), dtype=torch.uint8))
     _copy(targets, digests, non_blocking=True)
 
 

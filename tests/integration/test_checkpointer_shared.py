@@ -87,3 +87,20 @@ def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_o
     assert saved[0]["saved"][-1] == 4, log
     assert log.count("ranks 0-1 should hold the same tensors") == 2, log
     assert log.count("each rank copies all its tensors") == 2, log
+
+
+def test_the_files_of_owners_give_each_rank_its_state(tmp_path, keeper):
+    """To another keeper, which has nothing in memory, and to another number of ranks."""
+    job = {"until": 2, "directory": str(tmp_path / "states")}
+    saved = run(tmp_path, keeper, 2, name="first", **job)
+    for world in (2, 3):
+        name = f"of {world}"
+        other = start_or_adopt(tmp_path / f"other-{world}", lease_s=600)
+        try:
+            loaded = run(tmp_path, other.socket_path, world, name=name, **job)
+        finally:
+            other.kill()
+        for rank in range(world):
+            assert loaded[rank]["start"] == 2, said(tmp_path, world, name)
+            assert loaded[rank]["stats"]["restored"]["tier"] == "persistent"
+            assert all(map(torch.equal, loaded[rank]["state"], saved[0]["state"]))

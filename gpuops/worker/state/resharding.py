@@ -84,7 +84,9 @@ def _by_id(adapters: Sequence[StateAdapter]) -> dict[int, Ranks]:
                 found |= {
                     id(value): ranks for value in _with_same_placement(state.values(), parameter)
                 }
-    return found
+    # DDP broadcasts frozen parameters when it is made, and nothing trains them.
+    frozen = (p for module in modules for p in module.parameters() if not p.requires_grad)
+    return found | {id(p): of_ddp[id(p)] for p in frozen if optimizers and id(p) in of_ddp}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -75,8 +75,11 @@ def shares(cuda):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             torch.manual_seed(3)
-            model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            model[0].bias.requires_grad_(False)
+            model = DistributedDataParallel(model)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
             parts = StateAssembler(allow_pickle=False, warn=pytest.fail)
             parts.add_model(model)
             parts.add_optimizer(optimizer)
@@ -110,7 +113,9 @@ def test_ranks_with_state_on_devices_copy_a_part_each_and_digest_all(cuda, share
     assert not set(names) & set(others)
     assert digests == other_digests
     assert set(digests) == {*names, *others}
-    assert any(work.stream is cuda.computing for work in cuda.works) is not overlap
+    in_turn = [work for work in cuda.works if work.stream is cuda.computing]
+    assert len(cuda.works) == 4 + 8  # copies and digests
+    assert len(in_turn) == (1 + 2 if overlap else 4 + 8), "of the frozen one, or of all"
     for name, parameter in model.module.named_parameters():
         assert digests[f"model.{name}"] == both(parameter)[1]
 

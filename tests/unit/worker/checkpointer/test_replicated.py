@@ -99,7 +99,7 @@ def test_without_an_optimizer_nothing_is_trained():
     assert declared(DistributedDataParallel(net())) == {}
 
 
-def test_frozen_and_ignored_parameters_and_averages_are_left_out():
+def test_frozen_parameters_are_declared_and_ignored_ones_and_averages_are_left_out():
     inner = net()
     inner[0].bias.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["1.bias"])
@@ -108,7 +108,7 @@ def test_frozen_and_ignored_parameters_and_averages_are_left_out():
 
     found = declared(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=average)
 
-    assert found == {("model.0.weight", "model.1.weight"): ALL}
+    assert found == {("model.0.bias", "model.0.weight", "model.1.weight"): ALL}
 
 
 def test_tied_weights_are_declared_once():

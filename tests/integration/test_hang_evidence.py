@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from gpuops.model import Entity, EntityKind, FailureClass, Role
 SHIM = gpuops.worker.shim.__file__
 TOOLS = str(Path(sys.executable).parent)
 JOB = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 
@@ -55,10 +56,20 @@ def lost():
         os.mkfifo("never")
         action = (os.POSIX_SPAWN_OPEN, 0, "never", os.O_RDONLY, 0)
         os.posix_spawn("/bin/true", ["true"], {}, file_actions=[action])
+    elif how == "deadlock":
+        threading.Thread(target=upload, daemon=True).start()
+        dist.all_reduce(torch.ones(1), group=others)
+
+def upload():
+    with open("/dev/null", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**20))
+            time.sleep(0.02)
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=2)
+others = dist.new_group()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(10**9):
@@ -72,10 +83,10 @@ for step in range(10**9):
 class Job:
     """Two workers under the shim, and a sentry as the agent uses it."""
 
-    def __init__(self, folder, how, reader=None, timeout_s=3.0):
+    def __init__(self, folder, how, reader=None, timeout_s=3.0, clock=None):
         (folder / "job.py").write_text(JOB)
         self.processes = [self._start(folder, rank, how) for rank in (0, 1)]
-        self.sentry = HangMonitor(SystemClock(), timeout_s, {"PATH": TOOLS}, reader=reader)
+        self.sentry = HangMonitor(clock or SystemClock(), timeout_s, {"PATH": TOOLS}, reader=reader)
         self.workers = [
             Worker(
                 rank=rank,
@@ -119,14 +130,33 @@ class Job:
         for worker in self.workers:
             worker.ring.close()
 
+    def feed(self):
+        """Hand the new heartbeats on, and return them."""
+        beats = {worker.rank: worker.ring.poll() for worker in self.workers}
+        self.sentry.feed(beats)
+        return [beat for found in beats.values() for beat in found]
+
     def report(self):
         """Feed and look until there is a report."""
 
         def look():
-            self.sentry.feed({worker.rank: worker.ring.poll() for worker in self.workers})
+            self.feed()
             return report_of(self.sentry)
 
         return wait_until(look, limit_s=90, what="a report")
+
+
+def collects():
+    return any(thread.name == "gpuops-evidence" for thread in threading.enumerate())
+
+
+class FastClock(SystemClock):
+    """Goes on by a second more at each poll."""
+
+    ahead_ns = 0
+
+    def mono_ns(self):
+        return super().mono_ns() + self.ahead_ns
 
 
 needs_pyspy = pytest.mark.skipif(not shutil.which("py-spy", path=TOOLS), reason="no py-spy")
@@ -181,6 +211,27 @@ def test_without_pyspy_the_workers_own_dumps_name_the_rank_and_claim_no_more(tmp
     assert evidence[0].path == str(tmp_path / "stacks1")
 
 
+@pytest.mark.torch
+def test_a_thread_that_uploads_excuses_no_deadlock(tmp_path):
+    """Rank 1 is in a collective that rank 0 never joins, and each would wait for the other."""
+    clock = FastClock()
+    with Job(tmp_path, "deadlock", timeout_s=None, clock=clock) as job:
+        wait_until(
+            lambda: [beat.step for beat in job.feed() if beat.step == 8], what="the last step"
+        )
+        begun_ns, report = clock.mono_ns(), None
+        while report is None:
+            assert clock.mono_ns() - begun_ns < 700e9, "an hour, as for who works"
+            job.feed()
+            if not collects():
+                clock.ahead_ns += 10**9
+            report = report_of(job.sentry)
+            time.sleep(0.01)
+
+    assert report.failure_class is FailureClass.HANG_COLLECTIVE, report.how
+    assert report.culprits == ()
+
+
 def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
     # It would die of it.
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
@@ -196,7 +247,7 @@ def test_who_does_not_say_that_sigusr2_is_for_stacks_is_left_alone(tmp_path):
 
     assert lived
     assert isinstance(collector.facts[0], RankFacts)
-    assert not [t for t in threading.enumerate() if t.name == "gpuops-evidence"]
+    assert not collects()
 
 
 # Dumps one stack, and records that the main thread was elsewhere five times in a hundred.

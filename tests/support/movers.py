@@ -32,8 +32,26 @@ def act(n):
     child.stdin.write(str(n) + chr(10))
     child.stdin.flush()
 """
+READS_IN_A_THREAD = f"""
+import threading
+{READS.replace("act", "read")}
+def act(n):
+    thread = threading.Thread(target=read, args=(n,))
+    thread.start()
+    thread.join()
+"""
+# Listens, on the port that it writes to a file.
+SENDS = """
+server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+open(sys.argv[1], "w").write(str(server.getsockname()[1]))
+near = []
+def act(n):
+    near[:] = near or [server.accept()[0]]
+    near[0].sendall(bytes(n))
+"""
 RECEIVES = """
-far = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+host = (sys.argv[2:] or ["127.0.0.1"])[0]
+far = socket.create_connection((host, int(sys.argv[1])))
 def act(n):
     while n > 0:
         n -= len(far.recv(n))

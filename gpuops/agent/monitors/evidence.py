@@ -30,6 +30,7 @@ THREADS_MAX = 256
 FRAMES_MAX = 100
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.{1,500})", line (\d{1,9}|\?\?\?) in (.{1,500})$')
+_BACKWARD = re.compile(r"/torch/autograd/(?:graph|__init__)\.py$")
 # When to sample, seconds from the first sample. The long ones tell a rank that works from one that
 # hangs in one place, and begin `LEAD_S` before the limit; a limit that the user has set holds for
 # both, so two are enough.
@@ -74,6 +75,11 @@ class ThreadStack:
     owns_gil: bool | None = None
     name: str = ""
 
+    @property
+    def is_native(self) -> bool:
+        """Return whether C++ started the thread, and it runs Python."""
+        return bool(self.frames) and not self.is_main and self.frames[-1].function != "_bootstrap"
+
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
@@ -84,8 +90,19 @@ class Stacks:
 
     @property
     def main(self) -> ThreadStack | None:
-        """Return the main thread."""
-        return next((thread for thread in self.threads if thread.is_main), None)
+        """Return the main thread.
+
+        While it waits in the backward pass, the Python of autograd's thread for the GPU (a hook
+        that offloads, gathers or reads) is on top of it: that is what it waits for.
+        """
+        main = next((thread for thread in self.threads if thread.is_main), None)
+        if main is None or not main.frames or not _BACKWARD.search(main.frames[0].file):
+            return main
+        engine = next((thread for thread in self.threads if thread.is_native), None)
+        if engine is None:
+            return main
+        owns_gil = main.owns_gil or engine.owns_gil
+        return replace(main, frames=engine.frames + main.frames, owns_gil=owns_gil)
 
     @property
     def gil_owner(self) -> ThreadStack | None:

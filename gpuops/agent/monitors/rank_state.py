@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
-from gpuops.host.process.traffic import TrafficKind
+from gpuops.host.process.traffic import Traffic, TrafficKind
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
 
@@ -36,8 +36,11 @@ _WORK_S_MIN = 150e-6
 # Of a recording, also of a main thread that does not wait, or waits for its GPU, and goes on.
 _ELSEWHERE_MIN = 0.01
 _TORCH = re.compile(r"/torch/")
-# Its checkpoints read and write files; where they wait for other ranks, c10d is below them.
-_COLLECTIVE = re.compile(r"/torch/distributed/(?!checkpoint/)|/torchft/|/deepspeed/comm/|/horovod/")
+# Its checkpoints read and write files, and remote calls do anything; where they wait for other
+# ranks, c10d is below them.
+_COLLECTIVE = re.compile(
+    r"/torch/distributed/(?!checkpoint/|rpc/)|/torchft/|/deepspeed/comm/|/horovod/"
+)
 _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/distributed)\.py$")
 _DEVICE = re.compile(r"/torch/(?:cuda|accelerator|xpu)/")
 _DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")
@@ -89,7 +92,8 @@ class RankState(StrEnum):
 class RankDiagnosis:
     """What one rank does: ``how`` is a clause for people; ``is_moving``: it works meanwhile.
 
-    ``moves_bytes``: it was seen to read or write files or sockets.
+    ``moves_bytes``: it was seen to read or write files or sockets. ``is_certain``: it waits in
+    torch, or in a line that only looks at a value of its GPU.
     """
 
     state: RankState
@@ -98,13 +102,27 @@ class RankDiagnosis:
     kernel_stack: tuple[str, ...] = ()
     is_moving: bool = False
     moves_bytes: bool = False
+    is_certain: bool = False
 
 
-def judge_rank(facts: RankFacts) -> RankDiagnosis:
-    """Return the diagnosis of the rank of *facts*."""
+def judge_ranks(facts: Mapping[int, RankFacts]) -> dict[int, RankDiagnosis]:
+    """Return the diagnosis of each rank of a node.
+
+    Where the main threads of all wait for other ranks, no upload or log of another thread ends
+    that: only what the main threads move, or what comes from other ranks, counts as work.
+    """
+    found = {rank: judge_rank(each) for rank, each in facts.items()}
+    if all(each.state.waits_for_others and each.is_certain for each in found.values()):
+        return {rank: judge_rank(each, all_wait=True) for rank, each in facts.items()}
+    return found
+
+
+def judge_rank(facts: RankFacts, *, all_wait: bool = False) -> RankDiagnosis:
+    """Return the diagnosis of the rank of *facts*; *all_wait*: as all of its node do."""
     if not facts.samples:
         return RankDiagnosis(RankState.UNKNOWN, "could not be inspected")
-    return _by_process_state(facts.samples) or _by_gil(facts.samples) or _by_stack(facts)
+    by_process = _by_process_state(facts.samples) or _by_gil(facts.samples)
+    return by_process or _by_stack(facts, all_wait=all_wait)
 
 
 def _by_process_state(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
@@ -138,8 +156,8 @@ def _by_gil(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
     return RankDiagnosis(RankState.GIL_HELD, how, owner.frames)
 
 
-def _by_stack(facts: RankFacts) -> RankDiagnosis:
-    moves_bytes = _moves_bytes(facts.target.pid, facts.samples)
+def _by_stack(facts: RankFacts, *, all_wait: bool) -> RankDiagnosis:
+    moves_bytes = (_passes_bytes if all_wait else _moves_bytes)(facts)
     stacks = next((s.stacks for s in reversed(facts.samples) if s.stacks is not None), None)
     main = stacks.main if stacks is not None else None
     if main is None or not main.frames:
@@ -150,18 +168,30 @@ def _by_stack(facts: RankFacts) -> RankDiagnosis:
             RankState.UNKNOWN, how + where, is_moving=moves_bytes, moves_bytes=moves_bytes
         )
     # torch releases the interpreter lock where it waits; who holds it computes in Python.
-    state, how = _by_frames(main.frames, None if main.owns_gil else facts.source_line)
+    line = "" if main.owns_gil else facts.source_line or ""
+    state, how = _by_frames(main.frames, line)
     moving = moves_bytes or _has_moved(facts.samples)
     if state is RankState.WAITS_FOR_LOCK:
         moving = moves_bytes = False  # it only asks for the lock again
-    elif state in {RankState.IN_USER_CODE, RankState.WAITS_FOR_DEVICE}:
+    else:
         moving = moving or _loops(facts, waits_count=state is RankState.IN_USER_CODE)
     if moving:
         how += "; it moved bytes meanwhile" if moves_bytes else "; it moved between samples"
-    return RankDiagnosis(state, how, main.frames, is_moving=moving, moves_bytes=moves_bytes)
+    # A line with another call may be in that one, which may read in native threads.
+    is_certain = _by_frames(main.frames, "")[0].waits_for_others or (
+        state is RankState.WAITS_FOR_DEVICE and line.count("(") < 2
+    )
+    return RankDiagnosis(
+        state,
+        how,
+        main.frames,
+        is_moving=moving,
+        moves_bytes=moves_bytes,
+        is_certain=is_certain,
+    )
 
 
-def _by_frames(frames: Sequence[StackFrame], source_line: str | None) -> tuple[RankState, str]:
+def _by_frames(frames: Sequence[StackFrame], line: str) -> tuple[RankState, str]:
     top = frames[0]
     lock = next((f for f in frames[:_NEAR] if _LOCK.search(f.file)), None)
     if lock is not None:
@@ -177,7 +207,7 @@ def _by_frames(frames: Sequence[StackFrame], source_line: str | None) -> tuple[R
     loader = next((f for f in frames[: 2 * _NEAR] if _DATA.search(f.file)), None)
     if loader is not None:
         return RankState.IN_USER_CODE, f"waits for its data loader in {loader}"
-    return _by_source_line(top, source_line or "")
+    return _by_source_line(top, line)
 
 
 def _by_source_line(top: StackFrame, line: str) -> tuple[RankState, str]:
@@ -213,22 +243,36 @@ def _has_moved(samples: Sequence[WorkerSample]) -> bool:
     return False
 
 
-def _moves_bytes(pid: int, samples: Sequence[WorkerSample]) -> bool:
-    """Return whether rank *pid* or a child of it read or wrote, on files or connections."""
-    known = [(each.at_s, each.traffic) for each in samples if each.traffic is not None]
-    if len(known) < 2:
-        return False
-    (from_s, before), (to_s, now) = known[0], known[-1]
-    grown = {key: amount - before.get(key, 0) for key, amount in now.items()}
-    own = grown.get((TrafficKind.FILES, pid), 0)
+def _moves_bytes(facts: RankFacts) -> bool:
+    """Return whether a rank or a child of it read or wrote, on files or connections."""
+    grown, took_s = _grown(facts.samples)
+    own = grown.get((TrafficKind.FILES, facts.target.pid), 0)
     children = sum(n for (kind, _), n in grown.items() if kind is TrafficKind.FILES) - own
-    sent = max((n for (kind, _), n in grown.items() if kind is TrafficKind.SENT), default=0)
-    received = max((n for (kind, _), n in grown.items() if kind is TrafficKind.RECEIVED), default=0)
     return (
-        max(own, sent) >= _MOVED_BYTES_MIN
-        or children >= _MOVED_BYTES_MIN * max(to_s - from_s, 1.0)
-        or received >= _RECEIVED_BYTES_MIN
+        max(own, _most(grown, TrafficKind.SENT)) >= _MOVED_BYTES_MIN
+        or children >= _MOVED_BYTES_MIN * max(took_s, 1.0)
+        or _most(grown, TrafficKind.RECEIVED) >= _RECEIVED_BYTES_MIN
     )
+
+
+def _passes_bytes(facts: RankFacts) -> bool:
+    """Return whether its main thread read or wrote, or another rank sent something."""
+    grown, _ = _grown(facts.samples)
+    moved = (_most(grown, kind) for kind in (TrafficKind.MAIN_THREAD, TrafficKind.FROM_RANK))
+    return max(moved) >= _MOVED_BYTES_MIN
+
+
+def _grown(samples: Sequence[WorkerSample]) -> tuple[Traffic, float]:
+    """Return by how much each counter grew, and in how many seconds."""
+    known = [(each.at_s, each.traffic) for each in samples if each.traffic is not None]
+    if not known:
+        return {}, 0.0
+    (from_s, before), (to_s, now) = known[0], known[-1]
+    return {key: amount - before.get(key, 0) for key, amount in now.items()}, to_s - from_s
+
+
+def _most(grown: Traffic, kind: TrafficKind) -> int:
+    return max((amount for (each, _), amount in grown.items() if each is kind), default=0)
 
 
 def _loops(facts: RankFacts, *, waits_count: bool) -> bool:

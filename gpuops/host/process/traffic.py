@@ -12,6 +12,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from gpuops.host.trust import text_of
 
@@ -26,20 +27,43 @@ _INFO = 2
 _ALL_STATES = 0xFFFFFFFF
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBxI48x")
+_NEAR_OFFSET, _FAR_OFFSET, _PORTS_OFFSET, _ADDRESS_SIZE = 8, 24, 4, 16
+_PORTS = struct.Struct("!HH")
 _INODE_OFFSET, _ATTRIBUTES_OFFSET = 68, 72
 _ATTRIBUTE = struct.Struct("=HH")
 _ACKED_OFFSET = 120
 _AMOUNTS = struct.Struct("=QQ")
 _ENDS = frozenset({2, 3})  # NLMSG_ERROR, NLMSG_DONE
 _ANSWER_S = 1.0
+# Object stores and proxies listen below it, the ranks of a job never do.
+_RANK_PORT_MIN = 1024
+_MAPPED = bytes(10) + b"\xff\xff"  # an IPv4 address as IPv6 writes it
 
 
 class TrafficKind(StrEnum):
     """What a counter counts."""
 
     FILES = "files"  # of one process, both ways
+    MAIN_THREAD = "main_thread"  # of files, by the main thread alone
     RECEIVED = "received"  # of one connection
     SENT = "sent"
+    FROM_RANK = "from_rank"  # received of another rank, or of what may be one on another host
+
+
+class TcpEnd(NamedTuple):
+    """One end of a connection: an address as bytes, without padding, and a port."""
+
+    address: bytes
+    port: int
+
+
+class Connection(NamedTuple):
+    """What a TCP connection has received and sent, and its ends."""
+
+    received: int
+    sent: int
+    near: TcpEnd
+    far: TcpEnd
 
 
 # By kind, and process or inode of the connection.
@@ -47,19 +71,41 @@ Traffic = Mapping[tuple[TrafficKind, int], int]
 
 
 def read_traffic(pids: Iterable[int], root: Path = Path("/")) -> dict[int, Traffic]:
-    """Return for each of *pids* the bytes so far, of its tree of processes; what can be read."""
+    """Return for each of *pids* the bytes so far, of its tree of processes; what can be read.
+
+    *pids* are the ranks of one job here.
+    """
     trees = process_trees(pids, root)
     inodes = {pid: {n for each in tree for n in _inodes(each, root)} for pid, tree in trees.items()}
     connections = tcp_bytes() if any(inodes.values()) else {}
+    held = {
+        pid: {n: connections[n] for n in own if n in connections} for pid, own in inodes.items()
+    }
+    owners = {(c.near, c.far): pid for pid, own in held.items() for c in own.values()}
     found: dict[int, Traffic] = {}
     for pid, tree in trees.items():
-        counters = {(TrafficKind.FILES, each): _file_bytes(each, root) for each in tree}
-        for inode in inodes[pid] & connections.keys():
-            received, sent = connections[inode]
-            counters[TrafficKind.RECEIVED, inode] = received
-            counters[TrafficKind.SENT, inode] = sent
+        counters = {(TrafficKind.FILES, each): _file_bytes(f"{each}", root) for each in tree}
+        counters[TrafficKind.MAIN_THREAD, pid] = _file_bytes(f"{pid}/task/{pid}", root)
+        for inode, connection in held[pid].items():
+            counters[TrafficKind.RECEIVED, inode] = connection.received
+            counters[TrafficKind.SENT, inode] = connection.sent
+            if leads_to_rank(connection, pid, owners):
+                counters[TrafficKind.FROM_RANK, inode] = connection.received
         found[pid] = counters
     return found
+
+
+def leads_to_rank(
+    connection: Connection, pid: int, owners: Mapping[tuple[TcpEnd, TcpEnd], int]
+) -> bool:
+    """Return whether *connection* of rank *pid* leads to another rank, or perhaps to one.
+
+    *owners* are the ranks here by the ends of their connections.
+    """
+    near, far = connection.near, connection.far
+    if near.address == far.address:  # on this host
+        return owners.get((far, near), pid) != pid
+    return min(near.port, far.port) >= _RANK_PORT_MIN
 
 
 def process_trees(pids: Iterable[int], root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
@@ -79,9 +125,9 @@ def process_trees(pids: Iterable[int], root: Path = Path("/")) -> dict[int, tupl
     return trees
 
 
-def tcp_bytes() -> dict[int, tuple[int, int]]:
-    """Return the bytes that each TCP connection here has received and sent, by inode."""
-    found: dict[int, tuple[int, int]] = {}
+def tcp_bytes() -> dict[int, Connection]:
+    """Return the TCP connections here, by inode."""
+    found: dict[int, Connection] = {}
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asker:
@@ -95,7 +141,7 @@ def tcp_bytes() -> dict[int, tuple[int, int]]:
     return found
 
 
-def _connections(asker: socket.socket) -> Iterator[tuple[int, tuple[int, int]]]:
+def _connections(asker: socket.socket) -> Iterator[tuple[int, Connection]]:
     while True:
         data, offset = asker.recv(2**17), 0
         while offset < len(data):
@@ -105,8 +151,21 @@ def _connections(asker: socket.socket) -> Iterator[tuple[int, tuple[int, int]]]:
             body = data[offset + _HEADER.size : offset + size]
             amounts = _amounts(body)
             if amounts is not None:
-                yield int.from_bytes(body[_INODE_OFFSET:_ATTRIBUTES_OFFSET], "little"), amounts
+                inode = int.from_bytes(body[_INODE_OFFSET:_ATTRIBUTES_OFFSET], "little")
+                yield inode, Connection(*amounts, *_endpoints(body))
             offset += size + 3 & ~3
+
+
+def _endpoints(body: bytes) -> tuple[TcpEnd, TcpEnd]:
+    near_port, far_port = _PORTS.unpack_from(body, _PORTS_OFFSET)
+    near, far = _address(body, _NEAR_OFFSET), _address(body, _FAR_OFFSET)
+    return TcpEnd(near, near_port), TcpEnd(far, far_port)
+
+
+def _address(body: bytes, offset: int) -> bytes:
+    """Return an address of one answer; the same bytes, whichever family its end is of."""
+    address = body[offset : offset + _ADDRESS_SIZE]
+    return address[:4] if body[0] == socket.AF_INET else address.removeprefix(_MAPPED)
 
 
 def _amounts(body: bytes) -> tuple[int, int] | None:
@@ -132,8 +191,8 @@ def _inodes(pid: int, root: Path) -> Iterator[int]:
             yield int(match[1])
 
 
-def _file_bytes(pid: int, root: Path) -> int:
-    return sum(map(int, _IO.findall(text_of(root / f"proc/{pid}/io") or "")))
+def _file_bytes(task: str, root: Path) -> int:
+    return sum(map(int, _IO.findall(text_of(root / f"proc/{task}/io") or "")))
 
 
 def _entries(folder: Path) -> Collection[str]:

@@ -10,7 +10,7 @@ from gpuops.agent.monitors.evidence import (
     ThreadStack,
     WorkerSample,
 )
-from gpuops.agent.monitors.rank_state import RankState, judge_rank
+from gpuops.agent.monitors.rank_state import RankState, judge_rank, judge_ranks
 from gpuops.host.process.inspect import ProcessDetails
 from gpuops.host.process.traffic import TrafficKind
 
@@ -262,7 +262,7 @@ def test_the_words_of_two_sources_are_not_compared():
     assert not seen.is_moving
 
 
-FILES, RECEIVED, SENT = TrafficKind
+FILES, MAIN, RECEIVED, SENT, FROM_RANK = TrafficKind
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,101 @@ def test_who_moves_bytes_is_at_work(before, now, moving):
 
     assert (seen.is_moving, seen.moves_bytes) == (moving, moving)
     assert seen.how.endswith("; it moved bytes meanwhile") is moving
+
+
+IN_BARRIER = StackFrame(f"{SITE}/torch/distributed/distributed_c10d.py", 3, "barrier")
+READS_GPU = {"line": "total += loss.item()"}
+UPLOADS = {(FILES, 77): 2**24, (FILES, 99): 2**26, (SENT, 5): 2**24, (RECEIVED, 5): 2**20}
+UPLOADS |= {(MAIN, 77): 2**20 - 1, (FROM_RANK, 6): 2**20 - 1}
+
+
+def waiting(*frames, grown=UPLOADS, line=None, **seen):
+    """Return the facts on a rank that stands in one place while its process moves bytes."""
+    here = stacks(*frames, USER)
+    first = sample(0.0, spied=here, traffic=dict.fromkeys(grown, 0), **seen)
+    return facts(first, sample(8.0, spied=here, traffic=grown, **seen), line=line)
+
+
+def test_where_the_main_threads_of_all_wait_for_others_an_upload_is_no_work():
+    both = judge_ranks({0: waiting(IN_BARRIER), 1: waiting(**READS_GPU)})
+
+    assert [each.state.waits_for_others for each in both.values()] == [True, True]
+    assert [(each.is_moving, each.moves_bytes) for each in both.values()] == [(False, False)] * 2
+
+
+@pytest.mark.parametrize(
+    "grown", [{(MAIN, 77): 2**20}, {(FROM_RANK, 6): 2**20}], ids=["its own", "of another rank"]
+)
+def test_bytes_of_the_main_thread_or_of_another_rank_are_work_where_all_wait(grown):
+    both = judge_ranks({0: waiting(IN_BARRIER), 1: waiting(IN_BARRIER, grown=UPLOADS | grown)})
+
+    assert [each.moves_bytes for each in both.values()] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        waiting(),
+        waiting(line="engine.wait()"),
+        waiting(line="weights = read_shard(path, int(rank))"),
+        waiting(StackFrame(f"{SITE}/torch/distributed/checkpoint/filesystem.py", 3, "read_data")),
+        waiting(StackFrame(f"{SITE}/torch/distributed/rpc/api.py", 3, "_wait_all_workers")),
+        waiting(IN_BARRIER, state="D"),
+        facts(sample()),
+    ],
+    ids=[
+        "runs",
+        "waits for its own",
+        "calls native code",
+        "reads a checkpoint",
+        "serves",
+        "in the kernel",
+        "unknown",
+    ],
+)
+def test_who_may_be_waited_for_excuses_those_that_wait(other):
+    """A native reader has a `wait`, too; a remote call does anything, in any thread."""
+    assert judge_ranks({0: waiting(IN_BARRIER), 1: other})[0].moves_bytes
+
+
+def test_a_main_thread_that_is_recorded_elsewhere_goes_round_its_collectives():
+    samples = [
+        sample(0.0, spied=stacks(IN_BARRIER, USER), on_cpu_s=0.0),
+        sample(8.0, spied=stacks(IN_BARRIER, USER), on_cpu_s=1.0),
+    ]
+    goes_on = judge_ranks({0: facts(*samples, elsewhere=0.02), 1: facts(*samples)})
+
+    assert [each.is_moving for each in goes_on.values()] == [True, False]
+
+
+BACKWARD = COLLECTIVES["backward"]
+SWAPPER = "/deepspeed/runtime/swap_tensor/partitioned_param_swapper.py"
+SWAPS = StackFrame(f"{SITE}{SWAPPER}", 5, "synchronize_reads")
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        ("assert n == self.aio_read_handle.wait()", RankState.IN_COLLECTIVE),
+        ("self.read(fd)", RankState.IN_USER_CODE),
+    ],
+)
+def test_a_hook_that_reads_in_the_thread_of_autograd_is_what_the_backward_pass_waits_for(
+    line, state
+):
+    """DeepSpeed reads offloaded parameters there, in native threads."""
+    engine = ThreadStack((SWAPS,), owns_gil=False)
+    thread = ThreadStack((USER, StackFrame("/lib/threading.py", 9, "_bootstrap")), owns_gil=False)
+    here = stacks(*BACKWARD, others=(thread, engine))
+    first = sample(0.0, spied=here, traffic=dict.fromkeys(UPLOADS, 0))
+    reads = facts(first, sample(8.0, spied=here, traffic=UPLOADS), line=line)
+    found = judge_ranks({0: waiting(*BACKWARD), 1: reads})
+
+    assert found[1].state is state
+    assert found[1].frames[:2] == (SWAPS, BACKWARD[0])
+    assert found[1].moves_bytes
+    alone = stacks(*BACKWARD, others=(thread,))
+    assert alone.main.frames == tuple(BACKWARD), "an uploader is no part of the backward pass"
 
 
 @pytest.mark.parametrize(

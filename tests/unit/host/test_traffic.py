@@ -4,11 +4,19 @@ import os
 import socket
 
 import pytest
-from support.movers import CHILD, READS, RECEIVES, told
+from support.movers import CHILD, READS, READS_IN_A_THREAD, RECEIVES, SENDS, told
 
-from gpuops.host.process.traffic import TrafficKind, process_trees, read_traffic, tcp_bytes
+from gpuops.host.process.traffic import (
+    Connection,
+    TcpEnd,
+    TrafficKind,
+    leads_to_rank,
+    process_trees,
+    read_traffic,
+    tcp_bytes,
+)
 
-FILES, RECEIVED, SENT = TrafficKind
+FILES, MAIN, RECEIVED, SENT, FROM_RANK = TrafficKind
 
 
 def by_kind(traffic):
@@ -56,4 +64,48 @@ def test_what_is_received_on_a_connection_counts_though_proc_io_does_not_show_it
 
 def test_a_process_that_is_gone_has_moved_nothing(tmp_path):
     assert by_kind(read_traffic([2**22 + 1])[2**22 + 1]) == (0, 0, 0)
-    assert read_traffic([7], tmp_path) == {7: {(FILES, 7): 0}}
+    assert read_traffic([7], tmp_path) == {7: {(FILES, 7): 0, (MAIN, 7): 0}}
+
+
+@pytest.mark.parametrize(("text", "least"), [(READS, 300_000), (READS_IN_A_THREAD, 0)])
+def test_what_the_main_thread_reads_is_counted_apart(text, least):
+    with told(text) as (pid, tell):
+        before = read_traffic([pid])[pid]
+        tell(300_000)
+        now = read_traffic([pid])[pid]
+
+    assert now[FILES, pid] - before[FILES, pid] >= 300_000
+    assert least <= now[MAIN, pid] - before[MAIN, pid] < least + 100_000
+
+
+def from_rank(traffic):
+    return max((n for (kind, _), n in traffic.items() if kind is FROM_RANK), default=0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_what_comes_from_another_rank_of_the_job_is_counted_apart(tmp_path, host):
+    if not tcp_bytes():
+        pytest.skip("no sock_diag in this kernel or sandbox")
+    with (
+        told(SENDS, tmp_path / "port") as (sender, send),
+        told(RECEIVES, (tmp_path / "port").read_text(), host) as (pid, tell),
+    ):
+        send(50_000)
+        tell(50_000)
+        job, alone = read_traffic([pid, sender]), read_traffic([pid])
+
+    assert from_rank(job[pid]) == 50_000
+    assert from_rank(job[sender]) == 0
+    assert from_rank(alone[pid]) == 0, "not of a program here that is no rank"
+
+
+def connection(near, far):
+    return Connection(1, 1, TcpEnd(*near), TcpEnd(*far))
+
+
+def test_on_other_hosts_a_service_is_no_rank():
+    here, there = b"\x0a\0\0\1", b"\x0a\0\0\2"
+
+    assert leads_to_rank(connection((here, 40_000), (there, 50_000)), 1, {})
+    assert not leads_to_rank(connection((here, 40_000), (there, 443)), 1, {})
+    assert not leads_to_rank(connection((here, 40_000), (here, 50_000)), 1, {})

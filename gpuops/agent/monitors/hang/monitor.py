@@ -32,7 +32,7 @@ from gpuops.agent.monitors.rank_state import (
     RankDiagnosis,
     RankState,
     StoppedRanks,
-    judge_rank,
+    judge_ranks,
     state_of,
 )
 from gpuops.host.clock import Clock
@@ -138,7 +138,7 @@ class HangMonitor(Monitor):
         if open_hang.since_ns is not None:
             deadline_ns = min(deadline_ns, open_hang.since_ns + round(EVIDENCE_S * NS))
         collector.wait(max(0.0, (deadline_ns - now_ns) / NS))
-        diagnoses, now_ns = _diagnoses(collector), self._clock.mono_ns()
+        diagnoses, now_ns = judge_ranks(collector.facts), self._clock.mono_ns()
         hang, suspects = open_hang.hang, diagnoses
         if hang is None:
             hang = self._judge.present(now_ns)
@@ -168,7 +168,7 @@ class HangMonitor(Monitor):
         hang = None if open_hang is None else open_hang.hang or open_hang.near
         if open_hang is None or hang is None or not self._is_ours(hang):
             return busy_s
-        diagnoses = _diagnoses(open_hang.collector)
+        diagnoses = judge_ranks(open_hang.collector.facts)
         blamed = self._blame(hang, diagnoses).ranks
         work = signs_of_work(hang, blamed, diagnoses, self._judge.limits.factor)
         # Not where ranks have worked for too long: nodes would wait for each other for ever.
@@ -259,7 +259,7 @@ class HangMonitor(Monitor):
         if not open_hang.collector.is_done and now_ns - since_ns < EVIDENCE_S * NS:
             return None
         open_hang.done_ns = open_hang.done_ns or now_ns
-        diagnoses = _diagnoses(open_hang.collector)
+        diagnoses = judge_ranks(open_hang.collector.facts)
         found = self._blame(hang, diagnoses)
         if all(diagnosis.state is RankState.EXITED for diagnosis in diagnoses.values()):
             return None  # an exit, not a hang; the agent handles those
@@ -325,10 +325,6 @@ class HangMonitor(Monitor):
             steps=self._judge.steps,
             silences_s=self._judge.silences_s(now_ns),
         )
-
-
-def _diagnoses(collector: EvidenceCollector) -> dict[int, RankDiagnosis]:
-    return {rank: judge_rank(facts) for rank, facts in collector.facts.items()}
 
 
 def _any_exited(diagnoses: Mapping[int, RankDiagnosis]) -> bool:

@@ -7,9 +7,10 @@ A rank that evaluates or compiles may be silent for long; one in state T does no
 has the limit of a step, whatever phase it reported. A stop by a debugger (state t) is ignored.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +93,8 @@ class RankState(StrEnum):
 class RankDiagnosis:
     """What one rank does: ``how`` is a clause for people; ``is_moving``: it works meanwhile.
 
-    ``moves_bytes``: it was seen to read or write files or sockets. ``is_certain``: it waits in
+    ``moves_bytes``: it was seen to read or write files or sockets. ``uses_cpu``: it or a
+    child of it used a processor, perhaps only to wait. ``is_certain``: it waits in
     torch, or in a line that only looks at a value of its GPU.
     """
 
@@ -102,7 +104,14 @@ class RankDiagnosis:
     kernel_stack: tuple[str, ...] = ()
     is_moving: bool = False
     moves_bytes: bool = False
+    uses_cpu: bool = False
     is_certain: bool = False
+
+    @property
+    def may_work(self) -> bool:
+        """Return whether it may work in a way that is not seen."""
+        unseen = self.state in {RankState.WAITS_FOR_DEVICE, RankState.UNKNOWN}
+        return self.is_moving or self.uses_cpu or unseen
 
 
 def judge_ranks(facts: Mapping[int, RankFacts]) -> dict[int, RankDiagnosis]:
@@ -122,7 +131,8 @@ def judge_rank(facts: RankFacts, *, all_wait: bool = False) -> RankDiagnosis:
     if not facts.samples:
         return RankDiagnosis(RankState.UNKNOWN, "could not be inspected")
     by_process = _by_process_state(facts.samples) or _by_gil(facts.samples)
-    return by_process or _by_stack(facts, all_wait=all_wait)
+    found = by_process or _by_stack(facts, all_wait=all_wait)
+    return replace(found, uses_cpu=_uses_cpu(facts.samples))
 
 
 def _by_process_state(samples: Sequence[WorkerSample]) -> RankDiagnosis | None:
@@ -260,6 +270,12 @@ def _passes_bytes(facts: RankFacts) -> bool:
     grown, _ = _grown(facts.samples)
     moved = (_most(grown, kind) for kind in (TrafficKind.MAIN_THREAD, TrafficKind.FROM_RANK))
     return max(moved) >= _MOVED_BYTES_MIN
+
+
+def _uses_cpu(samples: Sequence[WorkerSample]) -> bool:
+    grown, took_s = _grown(samples)
+    ticks = sum(amount for (kind, _), amount in grown.items() if kind is TrafficKind.CPU_TICKS)
+    return took_s > 0 and ticks / os.sysconf("SC_CLK_TCK") >= _IDLE_SHARE * took_s
 
 
 def _grown(samples: Sequence[WorkerSample]) -> tuple[Traffic, float]:

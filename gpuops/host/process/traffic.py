@@ -1,4 +1,4 @@
-"""Bytes that processes and their children moved: through files, and over TCP connections.
+"""What processes and their children did: bytes through files and TCP, and processor time.
 
 ``/proc/PID/io`` does not count ``recv`` and ``send``; the kernel counts them for each connection
 (``tcpi_bytes_received``, ``tcpi_bytes_acked`` in linux/tcp.h) and answers by sock_diag(7), which
@@ -18,7 +18,7 @@ from gpuops.host.trust import text_of
 
 _IO = re.compile(r"^(?:[rw]char|read_bytes): (\d+)$", re.MULTILINE)
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
-_PPID = 1  # of the fields after the name in proc(5)'s stat
+_PPID, _UTIME, _STIME = 1, 11, 12  # of the fields after the name in proc(5)'s stat
 _TREE_MAX = 256
 _SOCK_DIAG = 4  # the netlink family NETLINK_SOCK_DIAG; the rest is of linux/inet_diag.h
 _BY_FAMILY = 20
@@ -47,6 +47,7 @@ class TrafficKind(StrEnum):
     MAIN_THREAD = "main_thread"  # of files, by the main thread alone
     RECEIVED = "received"  # of one connection
     SENT = "sent"
+    CPU_TICKS = "cpu_ticks"  # of one process
     FROM_RANK = "from_rank"  # received of another rank, or of what may be one on another host
 
 
@@ -85,6 +86,7 @@ def read_traffic(pids: Iterable[int], root: Path = Path("/")) -> dict[int, Traff
     found: dict[int, Traffic] = {}
     for pid, tree in trees.items():
         counters = {(TrafficKind.FILES, each): _file_bytes(f"{each}", root) for each in tree}
+        counters |= {(TrafficKind.CPU_TICKS, each): _ticks(each, root) for each in tree}
         counters[TrafficKind.MAIN_THREAD, pid] = _file_bytes(f"{pid}/task/{pid}", root)
         for inode, connection in held[pid].items():
             counters[TrafficKind.RECEIVED, inode] = connection.received
@@ -113,7 +115,7 @@ def process_trees(pids: Iterable[int], root: Path = Path("/")) -> dict[int, tupl
     children: dict[int, list[int]] = {}
     for entry in _entries(root / "proc"):
         if entry.isdecimal():
-            fields = (text_of(root / f"proc/{entry}/stat") or "").rpartition(")")[2].split()
+            fields = _stat_fields(int(entry), root)
             if len(fields) > _PPID:
                 children.setdefault(int(fields[_PPID]), []).append(int(entry))
     trees = {}
@@ -189,6 +191,14 @@ def _inodes(pid: int, root: Path) -> Iterator[int]:
             continue
         if match:
             yield int(match[1])
+
+
+def _ticks(pid: int, root: Path) -> int:
+    return sum(map(int, _stat_fields(pid, root)[_UTIME : _STIME + 1]))
+
+
+def _stat_fields(pid: int, root: Path) -> list[str]:
+    return (text_of(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
 
 
 def _file_bytes(task: str, root: Path) -> int:

@@ -218,6 +218,25 @@ def test_a_job_that_never_beats_never_hangs_and_is_said_once():
     assert not job.restart().judge.is_beatless(job.ns + 2000 * S)
 
 
+def test_a_restart_of_a_job_that_has_shown_no_step_is_judged_as_a_start():
+    job = Job()
+    assert job.wait(BEATLESS_S - 10) is None
+    hang = job.restart().wait(100_000)
+
+    assert (hang.silent_s, hang.limit_s, hang.ever_stepped) == (601, 600, False)
+    assert not job.judge.is_beatless(job.ns)
+    assert job.restart().wait(100_000) is not None
+
+
+def test_no_restart_is_judged_where_a_start_without_a_step_took_longer_than_a_hang():
+    job = Job()
+    assert job.wait(BEATLESS_S + 1) is None
+    assert job.judge.is_beatless(job.ns)
+
+    assert job.restart().wait(10_000) is None
+    assert job.steps(1).restart().wait(100_000) is not None, "it does show its steps"
+
+
 def test_a_rank_that_never_steps_is_not_missed_while_the_others_do():
     job = Job()
     for _ in range(3000):

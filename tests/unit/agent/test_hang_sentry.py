@@ -304,6 +304,46 @@ def test_a_start_that_hangs_is_one_after_its_floor(tmp_path, timeout_s):
     assert report.culprits == (Entity(EntityKind.RANK, "1"),)
 
 
+def stepless(tmp_path, reader):
+    """Return a node in its second generation, of a run of which no step was seen."""
+    node = Node(tmp_path, reader, timeout_s=None)
+    assert node.silence(20) is None
+    node.sentry.begin(node.watched)
+    return node
+
+
+def test_a_restart_that_hangs_is_found_though_the_run_never_made_a_step(tmp_path):
+    after_s, report = hang_after(stepless(tmp_path, stuck()))
+
+    assert 600 < after_s < 606
+    assert report.culprits == (Entity(EntityKind.RANK, "1"),)
+
+
+def on_gpu():
+    waits = StackFrame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize")
+    return FakeReader(r0=("S", waits), r1=("S", SLEEPS))
+
+
+def compiling():
+    reader = FakeReader(r0=("S", SLEEPS), r1=("S", WAITS))
+    reader.moved[0] = ({(TrafficKind.CPU_TICKS, 7): 10_000 * n} for n in itertools.count())
+    return reader
+
+
+def unreadable():
+    reader = stuck()
+    reader.spy = lambda _targets, _wait_s: {}
+    return reader
+
+
+@pytest.mark.parametrize("reader", [moving, downloading, on_gpu, compiling, unreadable])
+def test_a_run_that_never_made_a_step_may_train_unseen_while_a_rank_may_work(tmp_path, reader):
+    node = stepless(tmp_path, reader())
+    for _ in range(8000):
+        assert node.silence(1) is None
+        node.gathered()
+
+
 def test_who_never_ends_loading_hangs_after_an_hour(tmp_path):
     assert 3600 <= hang_after(start(tmp_path, moving()))[0] <= 3620
 

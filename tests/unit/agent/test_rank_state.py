@@ -262,7 +262,7 @@ def test_the_words_of_two_sources_are_not_compared():
     assert not seen.is_moving
 
 
-FILES, MAIN, RECEIVED, SENT, FROM_RANK = TrafficKind
+FILES, MAIN, RECEIVED, SENT, TICKS, FROM_RANK = TrafficKind
 
 
 @pytest.mark.parametrize(
@@ -356,6 +356,13 @@ def test_a_main_thread_that_is_recorded_elsewhere_goes_round_its_collectives():
     goes_on = judge_ranks({0: facts(*samples, elsewhere=0.02), 1: facts(*samples)})
 
     assert [each.is_moving for each in goes_on.values()] == [True, False]
+
+
+@pytest.mark.parametrize(("grown", "uses"), [({(TICKS, 8): 80}, True), ({(TICKS, 8): 79}, False)])
+def test_a_rank_whose_children_use_a_processor_may_compile(grown, uses):
+    seen = judge_rank(waiting(grown=grown))
+
+    assert (seen.uses_cpu, seen.may_work, seen.is_moving) == (uses, uses, False)
 
 
 BACKWARD = COLLECTIVES["backward"]

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 from support.movers import CHILD, READS, READS_IN_A_THREAD, RECEIVES, SENDS, told
@@ -16,7 +17,7 @@ from gpuops.host.process.traffic import (
     tcp_bytes,
 )
 
-FILES, MAIN, RECEIVED, SENT, FROM_RANK = TrafficKind
+FILES, MAIN, RECEIVED, SENT, TICKS, FROM_RANK = TrafficKind
 
 
 def by_kind(traffic):
@@ -64,7 +65,7 @@ def test_what_is_received_on_a_connection_counts_though_proc_io_does_not_show_it
 
 def test_a_process_that_is_gone_has_moved_nothing(tmp_path):
     assert by_kind(read_traffic([2**22 + 1])[2**22 + 1]) == (0, 0, 0)
-    assert read_traffic([7], tmp_path) == {7: {(FILES, 7): 0, (MAIN, 7): 0}}
+    assert read_traffic([7], tmp_path) == {7: {(FILES, 7): 0, (MAIN, 7): 0, (TICKS, 7): 0}}
 
 
 @pytest.mark.parametrize(("text", "least"), [(READS, 300_000), (READS_IN_A_THREAD, 0)])
@@ -76,6 +77,16 @@ def test_what_the_main_thread_reads_is_counted_apart(text, least):
 
     assert now[FILES, pid] - before[FILES, pid] >= 300_000
     assert least <= now[MAIN, pid] - before[MAIN, pid] < least + 100_000
+
+
+def test_processor_time_is_counted():
+    before = read_traffic([os.getpid()])[os.getpid()]
+    end_s = time.process_time() + 0.1
+    while time.process_time() < end_s:
+        pass
+    now = read_traffic([os.getpid()])[os.getpid()]
+
+    assert now[TICKS, os.getpid()] - before[TICKS, os.getpid()] >= 0.05 * os.sysconf("SC_CLK_TCK")
 
 
 def from_rank(traffic):

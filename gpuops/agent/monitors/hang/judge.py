@@ -31,7 +31,7 @@ class HangFinding:
     ``lagging`` are the ranks that the heartbeats alone identify: with fewer steps than the others,
     or silent while others are not; none where all are at the same step. ``phase`` and the times are
     those of the rank that exceeded its limit last. ``steps_made``: the most of any rank in this
-    generation.
+    generation; ``ever_stepped``: a step of the run was seen in any.
     """
 
     phase: str
@@ -42,6 +42,7 @@ class HangFinding:
     steps: Mapping[int, int | None]
     silences_s: Mapping[int, float]
     steps_made: int = 1
+    ever_stepped: bool = True
 
 
 @dataclass(slots=True)
@@ -106,9 +107,15 @@ class HangJudge:
     _busy_until_ns: int = 0
     _has_reported_beatless: bool = False
     _has_ever_stepped: bool = False
+    _expects_steps: bool = False
 
     def begin(self, ranks: Iterable[int], now_ns: int) -> None:
-        """Watch *ranks*, whose workers have just been started."""
+        """Watch *ranks*, whose workers have just been started.
+
+        A job shows no steps if a start lasted for `BEATLESS_S` without one; else a restart that
+        makes none is judged.
+        """
+        self._expects_steps = bool(self._ranks) and not self._has_reported_beatless
         self._ranks = {rank: RankTimer(now_ns, now_ns) for rank in ranks}
         self._polled_ns = self._awake_ns = now_ns
         self.limits.begin_attempt()
@@ -215,11 +222,12 @@ class HangJudge:
             steps=self.steps,
             silences_s=self.silences_s(now_ns),
             steps_made=self.steps_made,
+            ever_stepped=self._has_ever_stepped,
         )
 
     def is_beatless(self, now_ns: int) -> bool:
         """Return true once, when no heartbeat came for `BEATLESS_S`: hangs cannot be judged."""
-        if self._has_reported_beatless or not self._ranks:
+        if self._has_reported_beatless or self._expects_steps or not self._ranks:
             return False
         self._has_reported_beatless = not any(
             timer.beats for timer in self._ranks.values()
@@ -238,7 +246,8 @@ class HangJudge:
         if timer.beats:
             return True
         # A rank may never make steps: while the others do, they do not wait for it.
-        return self._has_ever_stepped and not self._do_others_step()
+        expects = self._has_ever_stepped or self._expects_steps
+        return expects and not self._do_others_step()
 
     def _do_others_step(self) -> bool:
         return any(

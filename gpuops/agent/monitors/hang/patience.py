@@ -4,6 +4,7 @@ A start loads a checkpoint, skips data, downloads; an evaluation may not be labe
 found at work is no hang, and a verdict after which the run came no further was perhaps none.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -43,13 +44,22 @@ def signs_of_work(
     Where a step is due ranks are seen to work only as long as a phase may take, unless they move
     bytes: it may be an endless loop. Where some of the *blamed* do not move, several ranks in one
     function may evaluate in one long call. *factor* scales the limits.
+
+    Where the run has never shown a step it may train unseen: any rank that may work excuses all,
+    for good.
     """
-    at_work = {rank: each for rank, each in diagnoses.items() if each.is_moving}
-    is_seen = bool(at_work) and all(rank in at_work for rank in blamed)
+    never = not hang.ever_stepped
+    at_work = {
+        rank: each
+        for rank, each in diagnoses.items()
+        if (each.may_work if never else each.is_moving)
+    }
+    is_seen = bool(at_work) and (never or all(rank in at_work for rank in blamed))
     if not is_seen and not _do_the_same(hang, diagnoses.values()):
         return None
     is_long = hang.limit_s >= factor * PHASE_FLOOR_S or any(v.moves_bytes for v in at_work.values())
     limit_s = factor * (AT_WORK_S if is_seen and is_long else PHASE_FLOOR_S)
+    limit_s = math.inf if is_seen and never else limit_s
     if hang.silent_s >= limit_s:
         return None
     again_s = min(max(hang.silent_s, RECHECK_S), limit_s - hang.silent_s)

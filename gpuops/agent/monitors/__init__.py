@@ -14,4 +14,5 @@ leader. `gpuops.incident.suspicion` decides by failure class and level which sus
 * `fleet`: judges on the leader; records nodes that a monitor suspects without ending anything.
 * `preflight`, `gpu_memory`: whether this node may join: health check, free GPU memory.
 * `evidence`, `rank_state`: stacks and process states of workers that are still alive.
+* `source_line`: what a line that stands in native code waits for.
 """

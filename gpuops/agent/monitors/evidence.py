@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpuops.agent.monitors.source_line import statement_at
 from gpuops.host.process.inspect import ProcessDetails, read_details
 from gpuops.host.process.pyspy import StackRecordings, dump, find_pyspy
 from gpuops.host.process.traffic import Traffic, read_traffic
@@ -48,8 +49,7 @@ EVIDENCE_S = 8.0
 RECORD_S = 7
 RECORD_LATE_S = 4.0  # on a busy machine; the long samples end 2 s after the limit
 _RECORDED_MIN = 100
-_DUMP_BYTES_MAX = 2**20
-_SOURCE_BYTES_MAX = 2**20
+_FILE_BYTES_MAX = 2**20
 # torch's variables for the path of the flight recorder's dump of a rank, newest name first.
 _RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -249,13 +249,11 @@ class SystemEvidenceReader:
             return None
 
     def source_line(self, path: str, line: int) -> str | None:
-        """Return one line of a source file, None where it cannot be read."""
+        """Return the statement at a line of a source file, None where it cannot be read."""
         try:
-            with Path(path).open("rb") as file:
-                lines = file.read(_SOURCE_BYTES_MAX).decode("utf-8", errors="replace").split("\n")
-        except (OSError, ValueError):
+            return statement_at(_read(Path(path), 0), line)
+        except ValueError:
             return None
-        return lines[line - 1].strip() if 0 < line <= len(lines) else None
 
     def exists(self, path: str) -> bool:
         """Return whether *path* is a file."""
@@ -420,6 +418,6 @@ def _read(path: Path, offset: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            return file.read(_DUMP_BYTES_MAX).decode("utf-8", errors="replace")
+            return file.read(_FILE_BYTES_MAX).decode("utf-8", errors="replace")
     except OSError:
         return ""

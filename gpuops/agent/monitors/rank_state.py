@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
+from gpuops.agent.monitors.source_line import Awaited, awaited_in
 from gpuops.host.process.traffic import Traffic, TrafficKind
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of
@@ -46,22 +47,6 @@ _GRADIENTS = re.compile(r"/torch/(?:autograd/(?:graph|__init__)|nn/parallel/dist
 _DEVICE = re.compile(r"/torch/(?:cuda|accelerator|xpu)/")
 _DATA = re.compile(r"/torch/utils/data/|/datasets/|/webdataset/")
 _LOCK = re.compile(r"/torch/utils/file_baton\.py$")
-_WAITS = re.compile(
-    r"\.wait\(|\bbarrier\(|\.synchronize\(|\b(?:all_reduce|all_gather\w*|reduce_scatter\w*"
-    r"|all_to_all\w*|broadcast\w*)\("
-    # A socket has these methods, too; what it waits for is no rank.
-    r"|(?:dist|comm|group|pg)\.(?:recv|irecv|send)\("
-)
-# What copies a value from the device: `_local_scalar_dense` (torch's `item` and every conversion to
-# a Python number or truth value), a copy to the host, an operator whose result's size is data.
-_READS_DEVICE = re.compile(
-    r"\.(?:item|cpu|tolist|numpy|nonzero|argwhere|is_nonzero|equal|allclose|masked_select"
-    r"|unique|_unique2|unique_consecutive|bincount)\("
-    r"|\.to\([\"']cpu|\b(?:float|int|bool)\([\w.\[\]]+\)"
-    r"|^(?:if|elif|assert)\b.*\.(?:any|all|isnan|isinf|isfinite)\("
-    # A condition that calls nothing takes no time, unless it is a tensor's.
-    r"|^(?:if|elif|assert)\b[^(]*$"
-)
 _LOCK_TEXT = (
     "waits for a lock of torch's JIT builds; unless a process builds, a killed build left the file"
     " `lock` in its folder below $TORCH_EXTENSIONS_DIR or ~/.cache/torch_extensions: delete it;"
@@ -187,10 +172,7 @@ def _by_stack(facts: RankFacts, *, all_wait: bool) -> RankDiagnosis:
         moving = moving or _loops(facts, waits_count=state is RankState.IN_USER_CODE)
     if moving:
         how += "; it moved bytes meanwhile" if moves_bytes else "; it moved between samples"
-    # A line with another call may be in that one, which may read in native threads.
-    is_certain = _by_frames(main.frames, "")[0].waits_for_others or (
-        state is RankState.WAITS_FOR_DEVICE and line.count("(") < 2
-    )
+    is_certain = _by_frames(main.frames, "")[0].waits_for_others or awaited_in(line)[1]
     return RankDiagnosis(
         state,
         how,
@@ -221,10 +203,11 @@ def _by_frames(frames: Sequence[StackFrame], line: str) -> tuple[RankState, str]
 
 
 def _by_source_line(top: StackFrame, line: str) -> tuple[RankState, str]:
-    """Judge a frame that called native code by the text of its source line."""
-    if _WAITS.search(line):
+    """Judge a frame that called native code by the text of its statement."""
+    awaited, _ = awaited_in(line)
+    if awaited is Awaited.RANKS:
         return RankState.IN_COLLECTIVE, f"waits for other ranks in {top}"
-    if _READS_DEVICE.search(line):
+    if awaited is Awaited.DEVICE:
         return RankState.WAITS_FOR_DEVICE, f"waits for a value of its GPU in {top}"
     return RankState.IN_USER_CODE, f"is in {top}"
 

@@ -168,6 +168,13 @@ def test_a_rank_that_reads_a_checkpoint_of_dcp_waits_for_nobody():
         "assert loss < limit",
         "skip = bool(overflow)",
         "total += float(losses[0])",
+        "losses.append(loss.item())",
+        "print(f'{loss.item():.3f}')",
+        "best = max(best, loss.item())",
+        "el.item()",
+        "if loss > 0:  # (so)",
+        "total += (\n    scale\n    * loss.item()\n)",
+        "if (\n    grads.isnan()\n    .any()\n):",
         "n = int(batch.count)",
         "values = loss.tolist()",
         "rows = mask.nonzero()",
@@ -188,6 +195,13 @@ def test_a_value_of_the_device_that_the_script_looks_at_is_waited_for(line):
     assert judge_rank(looks).state is RankState.IN_USER_CODE, "Python computes, torch would not"
 
 
+@pytest.mark.parametrize(
+    "line", ["if loss > 0:", "total += loss.item()", "print(max(best, float(t)))", "b.to('cpu')"]
+)
+def test_a_line_that_calls_nothing_else_waits_for_its_gpu_for_sure(line):
+    assert judge_ranks({0: waiting(line=line)})[0].is_certain
+
+
 def test_gradscaler_waits_for_the_overflow_flag_of_its_device():
     scaler = StackFrame(f"{SITE}/torch/amp/grad_scaler.py", 371, "_maybe_opt_step")
     line = 'if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):'
@@ -199,6 +213,9 @@ def test_gradscaler_waits_for_the_overflow_flag_of_its_device():
     "line",
     [
         "score = float(evaluate(model))",
+        "x = native(float(t))",
+        "return self.lib.run(int(n), [float(t)])",
+        "weights = read_shard(path, int(rank))",
         "while not ready:",
         "if evaluate(model) > 0:",
         "if reader.wait_for(path) > 0:",
@@ -327,6 +344,7 @@ def test_bytes_of_the_main_thread_or_of_another_rank_are_work_where_all_wait(gro
     [
         waiting(),
         waiting(line="engine.wait()"),
+        waiting(line="rows = table.scan(path).tolist()"),
         waiting(line="weights = read_shard(path, int(rank))"),
         waiting(StackFrame(f"{SITE}/torch/distributed/checkpoint/filesystem.py", 3, "read_data")),
         waiting(StackFrame(f"{SITE}/torch/distributed/rpc/api.py", 3, "_wait_all_workers")),
@@ -337,6 +355,7 @@ def test_bytes_of_the_main_thread_or_of_another_rank_are_work_where_all_wait(gro
         "runs",
         "waits for its own",
         "calls native code",
+        "reads, then asks",
         "reads a checkpoint",
         "serves",
         "in the kernel",

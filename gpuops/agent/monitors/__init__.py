@@ -13,6 +13,7 @@ leader. `gpuops.incident.suspicion` decides by failure class and level which sus
 * `progress`: steps and saves of the ranks, from their heartbeat rings.
 * `fleet`: judges on the leader; records nodes that a monitor suspects without ending anything.
 * `preflight`, `gpu_memory`: whether this node may join: health check, free GPU memory.
-* `evidence`, `rank_state`: stacks and process states of workers that are still alive.
+* `evidence`, `stacks`: samples of workers that are still alive; `rank_state`, `source_line`: what
+  they show.
 * `source_line`: what a line that stands in native code waits for.
 """

@@ -15,8 +15,9 @@ from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
-from gpuops.agent.monitors.evidence import RankFacts, StackFrame, Stacks, ThreadStack, WorkerSample
+from gpuops.agent.monitors.evidence import RankFacts, WorkerSample
 from gpuops.agent.monitors.source_line import Awaited, awaited_in
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.process.traffic import Traffic, TrafficKind
 from gpuops.host.procfs import parse_stat
 from gpuops.host.trust import text_of

@@ -12,8 +12,9 @@ from support.runs import wait_until
 from gpuops.agent.elastic.exits import RankFiles
 from gpuops.agent.elastic.workers import RingReader, Worker
 from gpuops.agent.monitors.api import MonitoredAttempt
-from gpuops.agent.monitors.evidence import EVIDENCE_S, StackFrame, Stacks, ThreadStack
+from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import ProcessDetails
 from gpuops.host.process.traffic import TrafficKind

@@ -2,15 +2,9 @@
 
 import pytest
 
-from gpuops.agent.monitors.evidence import (
-    EvidenceTarget,
-    RankFacts,
-    StackFrame,
-    Stacks,
-    ThreadStack,
-    WorkerSample,
-)
+from gpuops.agent.monitors.evidence import EvidenceTarget, RankFacts, WorkerSample
 from gpuops.agent.monitors.rank_state import RankState, judge_rank, judge_ranks
+from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
 from gpuops.host.process.inspect import ProcessDetails
 from gpuops.host.process.traffic import TrafficKind
 

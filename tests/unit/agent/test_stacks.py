@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuops.agent.monitors.evidence import (
+from gpuops.agent.monitors.stacks import (
     THREADS_MAX,
     StackFrame,
     Stacks,

@@ -256,7 +256,7 @@ class HangMonitor(Monitor):
         self, watched: MonitoredAttempt, open_hang: _OpenHang, hang: HangFinding, now_ns: int
     ) -> Suspicion | None:
         since_ns = open_hang.since_ns or now_ns
-        if not open_hang.collector.is_done and now_ns - since_ns < EVIDENCE_S * NS:
+        if not open_hang.collector.wait(0.0) and now_ns - since_ns < EVIDENCE_S * NS:
             return None
         open_hang.done_ns = open_hang.done_ns or now_ns
         diagnoses = judge_ranks(open_hang.collector.facts)

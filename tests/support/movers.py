@@ -26,11 +26,13 @@ def told(text, *args):
 
 READS = "def act(n): os.read(os.open('/dev/zero', os.O_RDONLY), n)"
 CHILD = """
-text = "import os, sys; f = os.open('/dev/zero', 0); [os.read(f, int(n)) for n in sys.stdin]"
-child = subprocess.Popen([sys.executable, "-c", text], stdin=-1, text=True)
+text = "import os, sys; f = os.open('/dev/zero', 0)"
+text += "; [print(len(os.read(f, int(n))), flush=True) for n in sys.stdin]"
+child = subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True)
 def act(n):
     child.stdin.write(str(n) + chr(10))
     child.stdin.flush()
+    child.stdout.readline()
 """
 READS_IN_A_THREAD = f"""
 import threading

@@ -8,6 +8,7 @@ from support.checkpoint_images import ORIGIN, content_of, images
 from support.s3_server import s3_server
 
 from gpuops.checkpoint.manifest import MANIFEST, parse_manifest
+from gpuops.checkpoint.pieces import BLOCK_BYTES, PIECE_BYTES, pieces_file_name
 from gpuops.checkpoint.storage.api import CheckpointStore, NoStateError
 from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.checkpoint.storage.inspection import FileProblemKind, verify_state
@@ -21,6 +22,7 @@ from gpuops.checkpoint.storage.persist import (
     persist_node_shards,
     prune,
 )
+from gpuops.checkpoint.storage.stored_ranges import StoredRanges
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
@@ -144,7 +146,7 @@ def test_a_state_is_there_as_it_was_saved(store, kind, pair):
     assert (manifest.job, manifest.generation, manifest.world) == ("räder [3]", 7, 2)
     assert store.file_sizes(STATE) == {
         shard.file_name: digest.nbytes for shard, (_, digest) in pair.items()
-    }
+    } | {pieces_file_name(shard): 3 * 8 for shard in pair}
     for shard, source in pair.items():
         assert kind.read(f"{STATE.name}/{shard.file_name}") == content_of(source)
         assert manifest.record(shard).digest == source[1]
@@ -342,6 +344,59 @@ def test_some_bytes_of_a_shard_are_read(store, pair):
     assert "attempts" not in str(refused.value)
     with pytest.raises(CheckpointError):
         store.read_bytes(LATER, shard, 0, 1)
+
+
+def ranges_of(store, shard):
+    return StoredRanges(store, STATE, store.read_manifest(STATE).record(shard))
+
+
+def test_a_range_is_verified_by_its_pieces_alone(store, kind):
+    """What is damaged elsewhere in its chunk does not matter: it was not read."""
+    shard = Shard(1, 2)
+    with images(2, nbytes=CHUNK_BYTES + 5 * PIECE_BYTES) as shards:
+        persist(store, STATE, shards, origin=ORIGIN)
+        data = bytearray(content_of(shards[shard]))
+    data[3 * PIECE_BYTES] ^= 1
+    kind.write(file_key(1), bytes(data))
+    begin, end = 4 * PIECE_BYTES, 7 * PIECE_BYTES
+    last = CHUNK_BYTES + 5 * PIECE_BYTES
+
+    ranges = ranges_of(store, shard)
+
+    assert ranges.read(begin, end) == (begin, bytes(data[begin:end]))
+    assert ranges.read(last, len(data)) == (last, bytes(data[last:]))
+    with pytest.raises(CorruptError, match="corrupt in piece 0 of 2"):
+        ranges.read(3 * PIECE_BYTES, 4 * PIECE_BYTES)
+
+
+@pytest.mark.parametrize("damage", ["of an older gpuops", "flipped", "cut short", "swapped"])
+def test_without_good_hashes_of_its_pieces_whole_chunks_are_read(store, kind, damage):
+    shard, key = Shard(1, 2), f"{STATE.name}/{pieces_file_name(Shard(1, 2))}"
+    with images(2, nbytes=CHUNK_BYTES + 5 * PIECE_BYTES) as shards:
+        persist(store, STATE, shards, origin=ORIGIN)
+        data = content_of(shards[shard])
+    blocks = bytearray(kind.read(key))
+    match damage:
+        case "of an older gpuops":
+            kind.remove(key)
+        case "flipped":
+            blocks[BLOCK_BYTES + 8] ^= 1
+            kind.write(key, bytes(blocks))
+        case "cut short":
+            kind.write(key, bytes(blocks[: BLOCK_BYTES + 20]))
+        case "swapped":
+            kind.write(key, kind.read(f"{STATE.name}/{pieces_file_name(Shard(0, 2))}"))
+
+    begin = CHUNK_BYTES + PIECE_BYTES
+    assert ranges_of(store, shard).read(begin, begin + PIECE_BYTES) == (
+        CHUNK_BYTES,
+        data[CHUNK_BYTES:],
+    )
+    changed = bytearray(data)
+    changed[CHUNK_BYTES + 3 * PIECE_BYTES] ^= 1
+    kind.write(file_key(1), bytes(changed))
+    with pytest.raises(CorruptError, match="corrupt in piece 1 of 2"):
+        ranges_of(store, shard).read(begin, begin + PIECE_BYTES)
 
 
 def test_a_shard_is_opened_as_a_path_or_fetched(store, pair):

@@ -214,6 +214,16 @@ class CheckpointStore(Protocol):
         """
         ...
 
+    def read_piece_hashes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        """Return the bytes *begin* to *end* of the file of `gpuops.checkpoint.pieces` of a shard.
+
+        As many as there are; none where there is no such file. Nothing is verified.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        ...
+
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         """Fill *into*, of the size of the shard, with its bytes and verify them.
 

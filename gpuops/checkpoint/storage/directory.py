@@ -23,6 +23,7 @@ from gpuops.checkpoint.manifest import (
     ShardRecord,
     parse_manifest,
 )
+from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.api import DamagedState, NoStateError, StoredState, StoreScan
 from gpuops.checkpoint.storage.directory_files import (
     PINS,
@@ -257,6 +258,18 @@ class DirectoryStore:
                 f"{self._root / state.name / shard.file_name} ends before byte {end}"
             )
         return content
+
+    def read_piece_hashes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        name = pieces_file_name(shard)
+        with self._open_state(state, name) as folder:
+            try:
+                fd = open_regular_file(name, folder)
+            except FileNotFoundError:
+                return b""
+            try:
+                return os.pread(fd, end - begin, begin)
+            finally:
+                close_quietly(fd)
 
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         with self._open_state(state, record.shard.file_name) as folder:

@@ -24,6 +24,7 @@ from gpuops.checkpoint.manifest import (
     parse_record,
     record_file_name,
 )
+from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.api import (
     CommitInProgressError,
     ImageSource,
@@ -102,7 +103,8 @@ class DirectoryWriter:
                 if self._shared_name is not None:
                     self._write_session_shard(record, source, throttle)
                 else:
-                    self._write_shard(record.shard.file_name, record, source, throttle)
+                    pieces = self._write_shard(record.shard.file_name, record, source, throttle)
+                    write_synced(pieces_file_name(record.shard), pieces, self._folder)
             except CorruptError as exc:
                 raise CorruptError(f"{path} was not kept: {exc}") from exc
         self._records[record.shard] = record
@@ -184,12 +186,13 @@ class DirectoryWriter:
 
     def _write_shard(
         self, name: str, record: ShardRecord, source: ImageSource, throttle: Throttle
-    ) -> None:
+    ) -> bytes:
+        """Write the image into the file *name*; return the hashes of its pieces."""
         require_free_space(self._folder, record.digest.nbytes)
         fd = create(name, self._folder)
         try:
             try:
-                write_image(source, fd, record.digest, throttle=throttle)
+                return write_image(source, fd, record.digest, throttle=throttle)
             finally:
                 os.close(fd)  # file servers may report a failed write only here
         except BaseException:  # boundary: whatever the error, free the disk
@@ -204,11 +207,12 @@ class DirectoryWriter:
         if self.records().get(record.shard) == record:
             return
         part = f".{self._context.nonce().hex()}.part"
-        self._write_shard(part, record, source, throttle)
+        pieces = self._write_shard(part, record, source, throttle)
         if not self._is_same_folder():
             os.unlink(part, dir_fd=self._folder)
             raise CheckpointError(f"another node renamed {self._name} while {name} was written")
         rename(part, name, self._folder)
+        self._write_renamed(pieces_file_name(record.shard), pieces)
         self._write_renamed(record_file_name(record.shard), encode_record(record))
         os.fsync(self._folder)
 
@@ -230,7 +234,9 @@ class DirectoryWriter:
         # the two lists the shards.
         self._write_renamed(MANIFEST, encode_manifest(manifest))
         os.fsync(self._folder)
-        expected_names = {MANIFEST, *(record.shard.file_name for record in manifest.shards)}
+        shards = [record.shard for record in manifest.shards]
+        expected_names = {MANIFEST, *(shard.file_name for shard in shards)}
+        expected_names |= {pieces_file_name(shard) for shard in shards}
         for name in list_names(self._folder):
             if name not in expected_names:
                 os.unlink(name, dir_fd=self._folder)

@@ -14,9 +14,10 @@ import mmap
 import os
 from collections.abc import Iterator
 
-from gpuops.checkpoint.digest import Digester, is_chunk_intact
+from gpuops.checkpoint.digest import HASH_BYTES, Digester, is_chunk_intact
 from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.pieces import encode_block
 from gpuops.checkpoint.storage.api import ImageSource, Throttle, unthrottled
 from gpuops.checkpoint.storage.directory_files import write_all
 from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Digest, Shard
@@ -82,8 +83,8 @@ def _set_direct(fd: int, *, is_on: bool) -> bool:
 
 def write_image(
     source: ImageSource, target_fd: int, digest: Digest, *, throttle: Throttle = unthrottled
-) -> None:
-    """Write the image in *source* to *target_fd* and sync it.
+) -> bytes:
+    """Write the image in *source* to *target_fd* and sync it; return the hashes of its pieces.
 
     Raises:
         CorruptError: The written bytes do not match *digest*.
@@ -91,27 +92,33 @@ def write_image(
     """
     digester = Digester()
     target = DirectWriter(target_fd)
+    blocks = bytearray()
     with image_chunks(source, digest.nbytes) as chunks:
-        for _, chunk in chunks:
+        for at, chunk in chunks:
             throttle(len(chunk))
             target.write(chunk)
             digester.update(chunk)
+            blocks += encode_block(chunk, _hash_at(digest, at))
     check_same_digest(digester.finish(), digest)
     os.fsync(target_fd)
+    return bytes(blocks)
 
 
-def verify_image(source: ImageSource, digest: Digest) -> None:
-    """Raise unless the image in *source* matches *digest*.
+def verify_image(source: ImageSource, digest: Digest) -> bytes:
+    """Return the hashes of the pieces of the image in *source*, which matches *digest*.
 
     Raises:
-        CorruptError: With the offsets of the chunks that differ.
+        CorruptError: It does not; with the offsets of the chunks that differ.
         OSError: It cannot be read.
     """
     digester = Digester()
+    blocks = bytearray()
     with image_chunks(source, digest.nbytes) as chunks:
-        for _, chunk in chunks:
+        for at, chunk in chunks:
             digester.update(chunk)
+            blocks += encode_block(chunk, _hash_at(digest, at))
     check_same_digest(digester.finish(), digest)
+    return bytes(blocks)
 
 
 def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
@@ -204,6 +211,11 @@ def check_same_digest(written: Digest, expected: Digest) -> None:
         f"{len(bad)} of {len(expected.table) // 8} chunks are not what was saved, "
         f"at bytes {', '.join(map(str, bad[:8]))}{'…' if len(bad) > 8 else ''}"
     )
+
+
+def _hash_at(digest: Digest, at: int) -> bytes:
+    number = at // CHUNK_BYTES
+    return digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
 
 def _cannot_shrink(fd: int) -> bool:

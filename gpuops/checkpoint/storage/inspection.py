@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Self
 
-from gpuops.checkpoint.digest import is_chunk_intact
+from gpuops.checkpoint.digest import HASH_BYTES, is_chunk_intact
 from gpuops.checkpoint.image import (
     HEADER_BYTES_MAX,
     ImageLayout,
@@ -19,6 +19,7 @@ from gpuops.checkpoint.image import (
     read_layout,
 )
 from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord
+from gpuops.checkpoint.pieces import encode_block, pieces_file_name
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.plan.failure_rate import FailureRate
@@ -297,14 +298,19 @@ def verify_state(
     except CheckpointError as exc:
         return [FileProblem(MANIFEST, FileProblemKind.MANIFEST, str(exc))]
     sizes = store.file_sizes(state)
-    problems = _unexpected_files(sizes, [record.shard.file_name for record in manifest.shards])
+    shards = [record.shard for record in manifest.shards]
+    expected = {name for s in shards for name in (s.file_name, pieces_file_name(s))}
+    problems = _unexpected_files(sizes, expected)
     done_bytes = 0
     for record in manifest.shards:
         name, nbytes = record.shard.file_name, record.digest.nbytes
         problem = _size_problem(name, sizes.get(name), nbytes)
         if problem is None and not sizes_only:
             shard_progress = partial(_report_progress, progress, done_bytes, manifest.nbytes)
-            problem = _verify_shard(store, state, record, shard_progress)
+            blocks = bytearray()
+            problem = _verify_shard(store, state, record, blocks, shard_progress)
+            if problem is None and pieces_file_name(record.shard) in sizes:
+                problem = _verify_pieces(store, state, record.shard, blocks)
         if problem is not None:
             problems.append(problem)
         done_bytes += nbytes
@@ -339,14 +345,21 @@ def _size_problem(name: str, there_bytes: int | None, nbytes: int) -> FileProble
 
 
 def _verify_shard(
-    store: CheckpointStore, state: StateId, record: ShardRecord, progress: Callable[[int], None]
+    store: CheckpointStore,
+    state: StateId,
+    record: ShardRecord,
+    blocks: bytearray,
+    progress: Callable[[int], None],
 ) -> FileProblem | None:
+    """Return what is wrong with a shard; add the hashes of its pieces to *blocks*."""
     name, nbytes = record.shard.file_name, record.digest.nbytes
     bad, at = [], 0
     try:
         for number, chunk in enumerate(store.read_chunks(state, record.shard)):
             if at >= nbytes or not is_chunk_intact(chunk, record.digest, number):
                 bad.append(at)
+            hashed = record.digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            blocks += encode_block(chunk, hashed)
             at += len(chunk)
             progress(min(at, nbytes))
     except CheckpointError as exc:
@@ -361,6 +374,19 @@ def _verify_shard(
     more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
     detail = f"{len(bad)} of {n_chunks} chunks are not what was saved: bytes {shown}{more}"
     return FileProblem(name, FileProblemKind.FLIPPED, detail, tuple(bad))
+
+
+def _verify_pieces(
+    store: CheckpointStore, state: StateId, shard: Shard, blocks: bytearray
+) -> FileProblem | None:
+    name = pieces_file_name(shard)
+    try:
+        if store.read_piece_hashes(state, shard, 0, len(blocks) + 1) == blocks:
+            return None
+    except CheckpointError as exc:
+        return FileProblem(name, FileProblemKind.UNREADABLE, str(exc))
+    detail = "it is not what was saved; the shard is intact, and is read in whole chunks"
+    return FileProblem(name, FileProblemKind.FLIPPED, detail)
 
 
 def _printable(name: str) -> str:

@@ -25,6 +25,7 @@ from gpuops.checkpoint.manifest import (
     parse_record,
     record_file_name,
 )
+from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.api import (
     DamagedState,
     ImageSource,
@@ -140,6 +141,7 @@ class ObjectWriter:
         for shard, version in self._versions.items():
             with contextlib.suppress(CheckpointError):  # else a sweep removes it
                 if self._tree.version(self._key(shard)) == version:  # no other run has replaced it
+                    self._tree.remove(f"{self._state.name}/{pieces_file_name(shard)}")
                     self._tree.remove(self._key(shard))
         self._tree.remove_empty(self._state.name)
 
@@ -163,7 +165,7 @@ class ObjectWriter:
         url = f"{self._tree.address}/{key}"
         try:
             throttle(0)  # an upload calls it first when a part is done
-            verify_image(source, record.digest)
+            pieces = verify_image(source, record.digest)
             upload_id = self._tree.upload(key, image_fd(source), throttle)
             verify_image(source, record.digest)  # it did not change meanwhile
         except CorruptError as exc:
@@ -175,6 +177,7 @@ class ObjectWriter:
             raise CheckpointError(
                 f"{url} has {size_bytes} bytes, {record.digest.nbytes} were written"
             )
+        self._tree.write(f"{self._state.name}/{pieces_file_name(record.shard)}", pieces)
         self._versions[record.shard] = self._tree.version(key) or ""
         self._upload_ids[record.shard] = upload_id
         if self._session_folder is not None:
@@ -344,6 +347,11 @@ class ObjectStore:
 
     def read_bytes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
         return self._tree.read(f"{state.name}/{shard.file_name}", begin, end)
+
+    def read_piece_hashes(self, state: StateId, shard: Shard, begin: int, end: int) -> bytes:
+        key = f"{state.name}/{pieces_file_name(shard)}"
+        nbytes = self._tree.size(key) or 0
+        return self._tree.read(key, begin, min(end, nbytes)) if begin < nbytes else b""
 
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
         key = f"{state.name}/{record.shard.file_name}"

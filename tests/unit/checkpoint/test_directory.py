@@ -18,6 +18,7 @@ from support.disk_order import DiskOrder
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.manifest import MANIFEST
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.api import CommitInProgressError
 from gpuops.checkpoint.storage.directory import ABANDONED_S, QUARANTINE_S, DirectoryStore
@@ -376,7 +377,7 @@ def test_a_shared_directory_holds_nothing_else_once_it_is_committed(store, root,
     assert commit_node_shards(store, STATE, 2, session="run", origin=ORIGIN)
 
     assert sorted(path.name for path in (root / STATE.name).iterdir()) == sorted(
-        [MANIFEST, *(shard.file_name for shard in pair)]
+        [MANIFEST, *(name for s in pair for name in (s.file_name, pieces_file_name(s)))]
     )
 
 
@@ -688,7 +689,7 @@ def test_a_state_appears_with_all_of_it_on_disk(store, root, pair, monkeypatch):
 
     final = root / STATE.name
     inodes = {path.stat().st_ino for path in (final, *final.iterdir())}
-    assert len(inodes) == 1 + 2 + 1
+    assert len(inodes) == 1 + 2 * len(pair) + 1
     assert not inodes & disk.change("rename", STATE.name).unsynced
     assert disk.is_synced(root, root.parent)
 
@@ -700,7 +701,7 @@ def test_a_shard_of_many_nodes_is_on_disk_when_its_node_says_so(store, root, pai
 
     (folder,) = root.iterdir()
     files = list(folder.iterdir())
-    assert len(files) == 2 * len(pair)
+    assert len(files) == 3 * len(pair)
     assert disk.is_synced(folder, *files)
 
 

@@ -1,0 +1,80 @@
+"""Read verified parts of one stored shard: pieces by their hashes, else whole chunks."""
+
+import threading
+
+from gpuops.checkpoint.digest import HASH_BYTES, chunk_count, chunk_hash, is_chunk_intact
+from gpuops.checkpoint.manifest import ShardRecord
+from gpuops.checkpoint.pieces import BLOCK_BYTES, PIECE_BYTES, parse_block
+from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, StateId
+
+# Blocks of hashes that are read at once, for 512 MiB of the image: one more request for these.
+_BLOCKS_PER_READ = 32
+
+
+class StoredRanges:
+    """The shard of *record* of *state* in *store*; thread-safe."""
+
+    def __init__(self, store: CheckpointStore, state: StateId, record: ShardRecord) -> None:
+        self._store, self._state, self._record = store, state, record
+        self._blocks: dict[int, bytes] = {}  # by the number of the first chunk
+        self._lock = threading.Lock()
+
+    def read(self, begin: int, end: int) -> tuple[int, bytes]:
+        """Return verified bytes that include *begin* to *end*; see `RangeHolder`."""
+        number = begin // CHUNK_BYTES
+        hashes = self._piece_hashes(number)
+        if hashes is not None:
+            data = self._store.read_bytes(self._state, self._record.shard, begin, end)
+            first = (begin - number * CHUNK_BYTES) // PIECE_BYTES
+            if _pieces_hashed(data) == hashes[first * HASH_BYTES :][: _hashes_bytes(data)]:
+                return begin, data
+        return self._read_chunk(number)
+
+    def _read_chunk(self, number: int) -> tuple[int, bytes]:
+        """Return a whole chunk: its pieces have no hashes, or are not what these say."""
+        digest = self._record.digest
+        begin = number * CHUNK_BYTES
+        end = min(begin + CHUNK_BYTES, digest.nbytes)
+        data = self._store.read_bytes(self._state, self._record.shard, begin, end)
+        if not is_chunk_intact(data, digest, number):
+            raise CorruptError(
+                f"{self._store.address}/{self._state.name}/{self._record.shard.file_name} is "
+                f"corrupt in piece {number} of {chunk_count(digest.nbytes)}"
+            )
+        return begin, data
+
+    def _piece_hashes(self, number: int) -> bytes | None:
+        """Return the hashes of the pieces of the chunk *number*, None where they are not there."""
+        first = number - number % _BLOCKS_PER_READ
+        with self._lock:
+            if first not in self._blocks:
+                begin = first * BLOCK_BYTES
+                try:
+                    self._blocks[first] = self._store.read_piece_hashes(
+                        self._state,
+                        self._record.shard,
+                        begin,
+                        begin + _BLOCKS_PER_READ * BLOCK_BYTES,
+                    )
+                except CheckpointError:
+                    self._blocks[first] = b""
+            block = self._blocks[first][(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
+        digest = self._record.digest
+        chunk_bytes = min(CHUNK_BYTES, digest.nbytes - number * CHUNK_BYTES)
+        hashed = digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+        try:
+            return parse_block(block, hashed, chunk_bytes)
+        except CorruptError:
+            return None
+
+
+def _pieces_hashed(data: bytes) -> bytes:
+    with memoryview(data) as view:
+        return b"".join(
+            chunk_hash(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)
+        )
+
+
+def _hashes_bytes(data: bytes) -> int:
+    return -(-len(data) // PIECE_BYTES) * HASH_BYTES

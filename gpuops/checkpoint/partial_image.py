@@ -5,7 +5,7 @@ sparse memory of the image's size, in whole pieces, from the first holder whose 
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
@@ -32,18 +32,80 @@ class RangeHolder(Protocol):
         ...
 
 
+class OpenedImage(Protocol):
+    """An image that is being loaded."""
+
+    @property
+    def view(self) -> memoryview:
+        """Return all of its memory; use only what `ensure` was called for."""
+        ...
+
+    def ensure(self, ranges: Iterable[ByteRange]) -> None:
+        """Have *ranges* read and verified; raises CheckpointError where they cannot be."""
+        ...
+
+
+class CompleteImage:
+    """An image that was read and verified before."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    def ensure(self, ranges: Iterable[ByteRange]) -> None:
+        """Do nothing: all of it is here."""
+
+
+class PieceMap:
+    """Which pieces of an image of *nbytes* are present."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._is_present = bytearray(-(-nbytes // PIECE_BYTES))
+
+    def missing(self, ranges: Iterable[ByteRange]) -> list[ByteRange]:
+        """Return what is not present of *ranges*: pieces, in runs within one chunk.
+
+        Raises:
+            CorruptError: A range is not of the image.
+        """
+        wanted: set[int] = set()
+        for begin, end in ranges:
+            if not 0 <= begin <= end <= self.nbytes:
+                raise CorruptError(f"it has no bytes {begin} to {end}")
+            if begin < end:
+                wanted.update(range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)))
+        absent = sorted(number for number in wanted if not self._is_present[number])
+        return [
+            (first * PIECE_BYTES, min(end * PIECE_BYTES, self.nbytes))
+            for first, end in _runs(absent)
+        ]
+
+    def mark(self, begin: int, end: int) -> None:
+        """Record that the pieces from *begin* to *end* are present."""
+        first, count = begin // PIECE_BYTES, -(-(end - begin) // PIECE_BYTES)
+        self._is_present[first : first + count] = b"\1" * count
+
+
 class PartialImage:
     """The image of *name* in sparse *memory*, which it owns; thread-safe.
 
-    *holders* are asked in their order.
+    *holders* are asked in their order. *check_fits* is called with the number of bytes that are
+    about to be read, and raises CheckpointError where they do not fit into memory.
     """
 
-    def __init__(self, name: str, memory: SharedBuffer, holders: Sequence[RangeHolder]) -> None:
+    def __init__(
+        self,
+        name: str,
+        memory: SharedBuffer,
+        holders: Sequence[RangeHolder],
+        check_fits: Callable[[int], None] = lambda _nbytes: None,
+    ) -> None:
         self.name = name
         self.memory = memory
         self._holders = holders
+        self._check_fits = check_fits
         self._lock = threading.Lock()
-        self._is_present = bytearray(-(-memory.nbytes // PIECE_BYTES))
+        self._pieces = PieceMap(memory.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +116,6 @@ class PartialImage:
         """All of the memory: zeros but for what `ensure` was called for."""
         return self.memory.view
 
-    @property
-    def present_bytes(self) -> int:
-        """Return about how many bytes are here."""
-        return self._is_present.count(1) * PIECE_BYTES
-
     def ensure(self, ranges: Iterable[ByteRange]) -> None:
         """Read and verify what is missing of *ranges*.
 
@@ -67,22 +124,15 @@ class PartialImage:
             CheckpointError: A part cannot be read from any holder, or a range is not of the image.
         """
         with self._lock:
-            for first, end in _runs(self._missing(ranges)):
-                if not all(self._is_present[first:end]):
-                    self._read(first * PIECE_BYTES, min(end * PIECE_BYTES, self.nbytes))
+            missing = self._pieces.missing(ranges)
+            self._check_fits(sum(end - begin for begin, end in missing))
+            for run in missing:
+                if self._pieces.missing([run]):  # it did not come with another one of its chunk
+                    self._read(*run)
 
     def close(self) -> None:
         """Release the memory once nothing refers to `view`."""
         self.memory.close()
-
-    def _missing(self, ranges: Iterable[ByteRange]) -> list[int]:
-        wanted: set[int] = set()
-        for begin, end in ranges:
-            if not 0 <= begin <= end <= self.nbytes:
-                raise CorruptError(f"{self.name} has no bytes {begin} to {end}")
-            if begin < end:
-                wanted.update(range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)))
-        return sorted(number for number in wanted if not self._is_present[number])
 
     def _read(self, begin: int, end: int) -> None:
         errors: list[CheckpointError] = []
@@ -93,9 +143,7 @@ class PartialImage:
                 errors.append(exc)
                 continue
             self.memory.view[at : at + len(data)] = data
-            n_pieces = -(-len(data) // PIECE_BYTES)
-            first = at // PIECE_BYTES
-            self._is_present[first : first + n_pieces] = b"\1" * n_pieces
+            self._pieces.mark(at, at + len(data))
             return
         is_damaged = any(isinstance(error, CorruptError) for error in errors)
         why = "; ".join(str(error) for error in errors) or "no node has it"

@@ -38,13 +38,8 @@ from gpuops.worker.keeper_finder import (
 )
 from gpuops.worker.optimizer_hook import only_makes_state
 from gpuops.worker.ranks import RankContext, detect_ranks, has_process_group
-from gpuops.worker.restore import (
-    DirectoryStateSource,
-    KeeperStateSource,
-    RestoreSummary,
-    StateSource,
-    restore_adapters,
-)
+from gpuops.worker.restore import RestoreSummary, restore_adapters
+from gpuops.worker.restore_sources import DirectoryStateSource, KeeperStateSource, StateSource
 from gpuops.worker.saver import CheckpointSaver
 from gpuops.worker.schedule import (
     SaveCost,

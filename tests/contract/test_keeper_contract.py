@@ -13,6 +13,7 @@ from gpuops.checkpoint.keeper.rank_client import connect_rank
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import (
     CheckpointError,
+    CorruptError,
     KeeperError,
     RestoreUndecidedError,
     Shard,
@@ -267,10 +268,51 @@ def test_what_is_only_in_the_directory_is_offered(node, tmp_path):
     assert holds(ranks[0].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 20)
 
 
+def test_of_a_directory_of_another_world_parts_are_read_and_verified(node, tmp_path):
+    folder, layout = tmp_path / "states", layout_of(1, 3)
+    put(folder, StateId(4, 20), [layout_of(n, 3) for n in range(3)])
+    (rank,) = again(node, 1, directory=str(folder))
+    offer = rank.keeper.restore_point(60.0)
+    image = rank.keeper.open_shard(offer, Shard(1, 3))
+
+    assert (offer.world, offer.tier) == (3, Tier.PERSISTENT)
+    assert not any(image.view)
+    image.ensure([(0, 10), (layout.nbytes - 1, layout.nbytes)])
+    image.ensure([(5, layout.nbytes)])
+    assert holds(image, layout, 20)
+    with pytest.raises(CorruptError, match="has no bytes"):
+        image.ensure([(0, layout.nbytes + 1)])
+
+
+def test_where_a_part_is_damaged_the_ranks_are_offered_an_older_state(node, tmp_path):
+    folder = tmp_path / "states"
+    for state in (StateId(4, 20), StateId(4, 30)):
+        put(folder, state, [layout_of(n, 3) for n in range(3)])
+    shard = folder / StateId(4, 30).name / Shard(1, 3).file_name
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    ranks = again(node, directory=str(folder))
+    offer, other = (rank.keeper.restore_point(60.0) for rank in ranks)
+    image = ranks[0].keeper.open_shard(offer, Shard(1, 3))
+
+    with pytest.raises(CorruptError, match="shard-00001-of-00003") as found:
+        image.ensure([(0, len(image.view))])
+    offers = []
+    for rank in ranks:  # one of them may have its answer before the other one reports
+        rank.keeper.reject(offer, str(found.value))
+        offers.append(rank.keeper.restore_point(60.0))
+
+    assert offer.state == other.state == StateId(4, 30)
+    assert [each.state for each in offers] == [StateId(4, 20)] * 2
+    assert any("step 30" in why and "corrupt" in why for why in offers[0].why)
+    image = ranks[1].keeper.open_shard(offers[1], Shard(1, 3))
+    image.ensure([(0, len(image.view))])
+    assert holds(image, layout_of(1, 3), 20)
+
+
 def test_a_directory_of_which_nothing_reads_is_not_a_fresh_start(node, tmp_path):
     folder = tmp_path / "states"
     put(folder, StateId(4, 20), [layout_of()])
-    (shard,) = folder.glob("*/shard-*")
+    (shard,) = folder.glob("*/shard-*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     (rank,) = again(node, 1, directory=str(folder))
 

@@ -2,10 +2,14 @@
 
 import pytest
 from support.gloo_ranks import run_ranks, run_script, said
+from support.keeper_ranks import until
 from support.runs import JOBS
 from support.same_state import same
 
+from gpuops.checkpoint.image import read_layout
 from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.storage.address import open_store
+from gpuops.checkpoint.types import Shard
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 STEPS = 3
@@ -39,6 +43,52 @@ def test_another_world_goes_on_from_the_same_state(tmp_path, keeper, before, aft
         assert same(loaded[rank]["loaded"], saved[0]["state"])
         assert len(loaded[rank]["losses"]) == 2
     assert "seeded anew" in said(tmp_path, world, "second")
+
+
+@pytest.fixture
+def other_keeper(tmp_path):
+    """The keeper of a job that starts anew: nothing is in its memory."""
+    process = start_or_adopt(tmp_path / "other", lease_s=600)
+    yield process.socket_path
+    process.kill()
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("fsdp", 4, 3), ("hsdp", 4, 2), ("tp", 4, 2), ("fsdp", 2, 3)]
+)
+def test_another_world_reads_its_parts_from_the_directory(
+    tmp_path, keeper, other_keeper, kind, before, after
+):
+    """Also where the newest state is damaged in a part that one rank reads: all load an older."""
+    directory = str(tmp_path / "states")
+    job = {"kind": kind, "directory": directory, "persist_every": 0, "every": 1}
+    first = {"name": "first", "until": STEPS, "die": True}
+    saved = run_ranks(tmp_path, before, job | first, keeper=keeper)
+    store = open_store(directory)
+    until(lambda: [s.state.step for s in store.list_states()][:1] == [STEPS], what="persisting")
+
+    loaded = run_ranks(
+        tmp_path, after, job | {"name": "second", "until": STEPS + 2}, keeper=other_keeper
+    )
+
+    for rank in range(after):
+        assert loaded[rank]["restored"]["world"] == before
+        assert loaded[rank]["restored"]["tier"] == "persistent"
+        assert same(loaded[rank]["loaded"], saved[0]["state"]), said(tmp_path, after, "second")
+
+    until(lambda: store.list_states()[0].state.step == STEPS + 2, what="persisting")
+    state = store.list_states()[0].state
+    path = store.local_shard_path(state, Shard(after - 1, after))
+    data = bytearray(path.read_bytes())
+    for placed in read_layout(bytes(data)).tensors:  # some rank reads of each
+        if placed.begin < placed.end:
+            data[placed.begin] ^= 1
+    path.write_bytes(data)
+    again = run_ranks(tmp_path, before, job | {"name": "third", "until": STEPS + 4})
+    for rank in range(before):
+        assert again[rank]["start"] < STEPS + 2
+        assert again[rank]["restored"]["step"] == again[0]["restored"]["step"]
+    assert "corrupt in piece" in said(tmp_path, before, "third")
 
 
 def test_ranks_with_a_keeper_and_without_one_load_nothing_and_all_say_why(tmp_path, keeper):

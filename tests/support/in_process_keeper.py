@@ -15,9 +15,12 @@ from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import JobKind, OnDone, Work
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, RankInfo, Skipped
+from gpuops.checkpoint.keeper.rank_client import KeeperParts
+from gpuops.checkpoint.keeper.rank_group import PartsRead
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.partial_image import ByteRange, PartialImage
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persister import OpenStore
 from gpuops.checkpoint.types import (
@@ -26,6 +29,7 @@ from gpuops.checkpoint.types import (
     RestorePoint,
     RestoreUndecidedError,
     Shard,
+    StateId,
 )
 
 A = TypeVar("A")
@@ -186,13 +190,37 @@ class InProcessKeeper:
         self._run(ask)
         return self._run(answer)
 
-    def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
-        def do(core: KeeperCore) -> SharedBuffer | Path:
+    def open_shard(
+        self, restore_point: RestorePoint, shard: Shard
+    ) -> SharedBuffer | Path | KeeperParts:
+        def do(core: KeeperCore) -> SharedBuffer | Path | KeeperParts:
             assert core.group is not None
             source = core.group.shard_location(restore_point.state, shard)
+            if isinstance(source, PartialImage):
+                return KeeperParts(
+                    duplicate(source.memory, writable=False),
+                    lambda ranges: self._read_parts(restore_point.state, shard, ranges),
+                )
             return source if isinstance(source, Path) else duplicate(source, writable=False)
 
         return self._run(do)
+
+    def reject(self, restore_point: RestorePoint, why: str) -> None:
+        def do(core: KeeperCore) -> None:
+            assert core.group is not None
+            state = restore_point.state
+            core.restore_finder.reject(core.group, core.instructions, state, why)
+
+        self._run(do)
+
+    def _read_parts(self, state: StateId, shard: Shard, ranges: Sequence[ByteRange]) -> None:
+        def do(core: KeeperCore) -> PartsRead:
+            assert core.group is not None
+            return core.restore_finder.read_parts(core.group, (state, shard, tuple(ranges)))
+
+        read = self._run(do)
+        if read.error is not None:
+            raise read.error
 
     def report_restored(self, restore_point: RestorePoint, seconds: float, nbytes: int) -> None:
         self._run(

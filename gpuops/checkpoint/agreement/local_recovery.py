@@ -18,10 +18,12 @@ from gpuops.checkpoint.digest import (
 )
 from gpuops.checkpoint.image import read_owners
 from gpuops.checkpoint.keeper.messages import WHY_MAX
-from gpuops.checkpoint.manifest import Manifest
+from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
+from gpuops.checkpoint.storage.stored_ranges import StoredRanges
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:  # the worker does not need its imports
 _WHY_CHARS_MAX = 300
 _CHUNKS_PER_TASK = 4  # chunks that a thread verifies per task
 
-ShardLocation = SharedBuffer | Path
+ShardLocation = SharedBuffer | Path | PartialImage
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -95,16 +97,20 @@ class StateSearchCriteria:
     """What to search for.
 
     ``only``: only this state; ``is_none``: no state at all; ``excluded_step``: no state of
-    this step; ``shards`` None: all shards of the state's world are needed.
+    this step; ``shards`` None: all shards of the state's world are needed. ``loading_world``: how
+    many ranks load it: of a state of another number of ranks they need parts of many shards, which
+    are read and verified when they are opened. ``rejected``: states that are known to be damaged.
     """
 
     is_none: bool = False
     only: StateId | None = None
     excluded_step: int | None = None
     shards: frozenset[Shard] | None = None
+    loading_world: int | None = None
+    rejected: Mapping[StateId, str] = field(default_factory=dict)
 
 
-def find_restorable(
+def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does the work
     memory: Mapping[StateId, Mapping[Shard, MemoryShard]],
     store: CheckpointStore | None,
     criteria: StateSearchCriteria,
@@ -113,12 +119,14 @@ def find_restorable(
     allocate: Callable[[int], SharedBuffer] = lambda nbytes: SharedBuffer.create(
         "gpuops-fetched", nbytes
     ),
+    check_fits: Callable[[int], None] = lambda _nbytes: None,
     peers: "PeerShards | None" = None,
 ) -> StateSearchResult:
     """Return the newest complete state from *memory* and *store*, with every byte verified.
 
     *memory* must not change meanwhile. *allocate* is called for a shard that has to be read from
-    the store. A shard that is missing or corrupt in memory is fetched from *peers* first.
+    the store, *check_fits* with the size of a part of one. A shard that is missing or corrupt in
+    memory is fetched from *peers* first.
 
     Raises:
         RestoreUndecidedError: The store cannot be read or has only damaged states, and memory has
@@ -139,6 +147,10 @@ def find_restorable(
         if state.step == criteria.excluded_step:
             result.add_reason(f"{state} is excluded: the job failed after loading it")
             continue
+        if state in criteria.rejected:
+            result.add_reason(f"{state} is skipped: {criteria.rejected[state]}")
+            store_error = store_error or f"no copy of {state} is usable"
+            continue
         candidate = _Candidate(
             state,
             memory.get(state, {}),
@@ -146,7 +158,9 @@ def find_restorable(
             stored.get(state),
             result,
             allocate,
+            check_fits,
             peers if peers is not None and peers.state == state else None,
+            criteria.loading_world,
         )
         result.selected = candidate.select(criteria.shards, map_function)
         if result.selected is not None:
@@ -188,7 +202,9 @@ class _Candidate:
     stored: StoredState | None
     choice: StateSearchResult
     make: Callable[[int], SharedBuffer]
+    check_fits: Callable[[int], None]
     peers: "PeerShards | None" = None
+    loading_world: int | None = None
     fetched: list[Closeable] = field(default_factory=list)
     from_peers: set[Shard] = field(default_factory=set)
     bad: dict[Shard, str] = field(default_factory=dict)
@@ -303,6 +319,8 @@ class _Candidate:
         assert self.store is not None
         assert self.stored is not None
         record = self.stored.manifest.record(shard)
+        if self.loading_world not in (None, shard.world):
+            return self._partial(record)
         path = self.store.local_shard_path(self.state, shard)
         if path is None:
             memory = self.make(record.digest.nbytes)
@@ -311,6 +329,13 @@ class _Candidate:
             return memory
         _verify_chunks(self.store, self.stored.manifest, shard)
         return path
+
+    def _partial(self, record: ShardRecord) -> PartialImage:
+        """Return the image of a shard in the store; nothing of it is read yet."""
+        assert self.store is not None
+        image = open_partial(self.store, self.state, record, self.check_fits)
+        self.fetched.append(image)
+        return image
 
     def _record(self, shard: Shard) -> StoredState | None:
         """Return the manifest's record of the stored state where it has *shard*."""
@@ -324,11 +349,30 @@ class _Candidate:
             self.choice.add_reason(f"{self.state}, rank {shard.rank}, in memory: {why}")
 
 
+def open_partial(
+    store: CheckpointStore,
+    state: StateId,
+    record: ShardRecord,
+    check_fits: Callable[[int], None] = lambda _nbytes: None,
+) -> PartialImage:
+    """Return the image of *record* in *store*; nothing of it is read yet.
+
+    Raises:
+        CheckpointError: It has another size than was saved, or cannot be looked up.
+    """
+    name, nbytes = record.shard.file_name, record.digest.nbytes
+    memory = SharedBuffer.create("gpuops-parts", nbytes)
+    ranges = StoredRanges(store, state, record)
+    return PartialImage(f"{name} of {state}", memory, [ranges], check_fits)
+
+
 def _owners(source: ShardLocation) -> frozenset[int]:
     """Return the ranks whose images have tensors of the image *source*; none where it is invalid.
 
     The load reports what is invalid.
     """
+    if isinstance(source, PartialImage):
+        return frozenset()  # all images are opened
     try:
         if isinstance(source, SharedBuffer):
             return read_owners(source.view)

@@ -12,7 +12,12 @@ from typing import TypeVar
 
 from gpuops.checkpoint.keeper import messages
 from gpuops.checkpoint.keeper.messages import MessageError
-from gpuops.checkpoint.types import CheckpointError, KeeperError, RestoreUndecidedError
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    CorruptError,
+    KeeperError,
+    RestoreUndecidedError,
+)
 from gpuops.wire.messages import MessageFormatError, read
 
 T = TypeVar("T")
@@ -101,6 +106,7 @@ class KeeperConnection:
 
         Raises:
             RestoreUndecidedError: The keeper cannot determine the state to resume from.
+            CorruptError: No copy of what was requested is intact.
             KeeperError: It refused, or a reply is outstanding (the connection stays open), or it is
                 gone (the connection is closed).
         """
@@ -265,6 +271,8 @@ class KeeperConnection:
             raise KeeperError(f"the keeper at {self._path} ({command}) sent an unexpected reply")
         if fields.get("kind") == messages.UNDECIDED:
             raise RestoreUndecidedError(str(why))
+        if fields.get("kind") == messages.CORRUPT:
+            raise CorruptError(str(why))
         raise KeeperError(f"the keeper refuses ({command}): {why}")
 
     def _reply(self, kind: type[T], command: str, reply: object) -> T:

@@ -17,14 +17,14 @@ from gpuops.checkpoint.keeper.messages import (
     World,
 )
 from gpuops.checkpoint.keeper.populator import SlotPopulator
-from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
-from gpuops.checkpoint.keeper.restore import (
+from gpuops.checkpoint.keeper.rank_group import (
     AgentInstructions,
     ClientConnection,
     RankGroup,
-    RestoreFinder,
     restore_pin,
 )
+from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
+from gpuops.checkpoint.keeper.restore import RestoreFinder
 from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
 from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, WrittenSlot
 from gpuops.checkpoint.peers.service import PeerService
@@ -71,7 +71,7 @@ class KeeperCore:
         )
         self.peers = PeerService(memory, jobs, self.events, clock_s, self._own_shards)
         self.replica_checker = ReplicaChecker(memory, jobs, self.events, clock_s)
-        self._restore_finder = RestoreFinder(
+        self.restore_finder = RestoreFinder(
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
         self._written_s = 0.0
@@ -324,7 +324,7 @@ class KeeperCore:
         self.peers.on_restore_decided(state, epoch)
         peers = None
         if state is not None and holders:
-            peers = self.peers.fetch_state(state, holders, self._restore_finder.allocate)
+            peers = self.peers.fetch_state(state, holders, self.restore_finder.allocate)
         instructions.close()
         if group is not None:
             group.error = ""
@@ -437,7 +437,7 @@ class KeeperCore:
     def tick(self) -> None:
         if self.group is not None:
             policy = self.persister.policy
-            self._restore_finder.search_if_ready(
+            self.restore_finder.search_if_ready(
                 self.group, self.instructions, policy.directory if policy else None
             )
         self.persister.persist_if_due()

@@ -35,6 +35,7 @@ VERSION_CHARS_MAX = 64
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 8
 NO_DIRECTORY = "no directory for checkpoints is set"  # why nothing is persisted
+CORRUPT = "corrupt"  # the kind of an error: no copy of these bytes is intact
 UNDECIDED = "cannot_tell"  # the kind of an error: it is unknown whether there is a state to load
 ID_MAX = 2**53
 WHY_MAX = 16
@@ -61,6 +62,8 @@ Hash = Annotated[str, Limit(64, low=64)]
 ImageBytes = Annotated[int, Limit(IMAGE_BYTES_MAX, low=1)]
 SlotCount = Annotated[int, Limit(SLOTS_MAX, low=1)]
 Shards = Annotated[tuple[Shard, ...], Limit(2048)]
+RANGES_MAX = 1500  # of at most 30 characters each: a message has room for them
+Ranges = Annotated[tuple[tuple[Count, Count], ...], Limit(RANGES_MAX)]
 Peers = tuple[KeeperAddress, ...]
 ADDRESSES_MAX = 1024
 Addresses = Annotated[tuple[Annotated[str, Limit(50)], ...], Limit(ADDRESSES_MAX)]
@@ -246,10 +249,14 @@ class Restore(Message):
 
 @dataclass(frozen=True, slots=True)
 class OpenedShard(Message):
-    """A file, or the size of the memory whose descriptor comes with this reply."""
+    """A file, or the size of the memory whose descriptor comes with this reply.
+
+    ``is_partial``: only what is requested with ``read_parts`` is in the memory.
+    """
 
     path: Annotated[str, Limit(16_384)] = ""
     nbytes: Count = 0
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A rank's client of its node's keeper."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from gpuops.checkpoint.keeper.connection import (
     as_keeper_error,
 )
 from gpuops.checkpoint.keeper.messages import (
+    RANGES_MAX,
     CheckpointPolicy,
     Done,
     HelloReply,
@@ -28,11 +29,22 @@ from gpuops.checkpoint.keeper.messages import (
     Skipped,
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.types import CheckpointError, KeeperError, RestorePoint, Shard
+from gpuops.checkpoint.partial_image import ByteRange, PieceMap
+from gpuops.checkpoint.types import (
+    WHY_CHARS_MAX,
+    CheckpointError,
+    KeeperError,
+    RestorePoint,
+    Shard,
+    StateId,
+)
 
 # For requests during training: a late reply is not awaited.
 FAST_CALL_S = 2.0
 STATS_CALL_S = 5.0
+# For as many bytes as one request has at most: a file system of 1 MB/s is awaited.
+PARTS_CALL_S = 300.0
+_PARTS_BYTES = 256 * 2**20
 NO_ANSWER = "the keeper does not answer"
 
 
@@ -157,10 +169,13 @@ class RankKeeperClient:
         found = self._connection.call(Restore, "offer", wait_s=wait_s, deadline_s=deadline_s)
         return found.restore_point
 
-    def open_shard(self, restore_point: RestorePoint, shard: Shard) -> SharedBuffer | Path:
+    def open_shard(
+        self, restore_point: RestorePoint, shard: Shard
+    ) -> "SharedBuffer | Path | KeeperParts":
         """Return a verified copy of any shard of the state to load, read-only.
 
-        Its memory is not reused before `report_restored`, or before this handle is closed.
+        Its memory is not reused before `report_restored`, or before this handle is closed. Of a
+        shard that another number of ranks saved only parts may be there, once they are requested.
         """
         opened, fds = self._connection.call_for_fds(
             OpenedShard, "open_shard", state=restore_point.state, shard=shard
@@ -169,7 +184,33 @@ class RankKeeperClient:
             for fd in fds:
                 os.close(fd)
             raise KeeperError(f"the keeper sent {len(fds)} descriptors for one shard")
-        return Path(opened.path) if opened.path else _attach(fds[0], opened.nbytes, writable=False)
+        if opened.path:
+            return Path(opened.path)
+        memory = _attach(fds[0], opened.nbytes, writable=False)
+        if not opened.is_partial:
+            return memory
+        return KeeperParts(
+            memory, lambda ranges: self._read_parts(restore_point.state, shard, ranges)
+        )
+
+    def reject(self, restore_point: RestorePoint, why: str) -> None:
+        """Report that the state to load is damaged; `restore_point` then returns an older one.
+
+        All ranks of the node report it.
+        """
+        state = restore_point.state
+        self._connection.call(Done, "reject", state=state, why=why[:WHY_CHARS_MAX])
+
+    def _read_parts(self, state: StateId, shard: Shard, ranges: Sequence[ByteRange]) -> None:
+        self._connection.call(
+            Done,
+            "read_parts",
+            wait_s=PARTS_CALL_S + SLACK_S,
+            deadline_s=PARTS_CALL_S,
+            state=state,
+            shard=shard,
+            ranges=ranges,
+        )
 
     def report_restored(self, restore_point: RestorePoint, seconds: float, nbytes: int) -> None:
         """Report that this rank has loaded *nbytes* bytes in *seconds*, for the event log."""
@@ -218,6 +259,44 @@ class RankKeeperClient:
         if lease not in self._leases:
             raise KeeperError(f"this rank is not writing {lease.state}")
         self._leases.remove(lease)
+
+
+class KeeperParts:
+    """An image of which the keeper reads and verifies what is requested, into shared memory.
+
+    *read* has it read some ranges of whole pieces.
+    """
+
+    def __init__(self, memory: SharedBuffer, read: Callable[[Sequence[ByteRange]], None]) -> None:
+        self._memory = memory
+        self._read = read
+        self._pieces = PieceMap(memory.nbytes)
+
+    @property
+    def view(self) -> memoryview:
+        return self._memory.view
+
+    def ensure(self, ranges: Iterable[ByteRange]) -> None:
+        """Have *ranges* read and verified.
+
+        Raises:
+            CorruptError: A part is damaged, and no copy of it is intact.
+            KeeperError: It cannot be read.
+        """
+        missing = self._pieces.missing(ranges)
+        while missing:
+            batch, nbytes = 0, 0
+            while batch < min(len(missing), RANGES_MAX) and nbytes < _PARTS_BYTES:
+                nbytes += missing[batch][1] - missing[batch][0]
+                batch += 1
+            self._read(missing[:batch])
+            for run in missing[:batch]:
+                self._pieces.mark(*run)
+            del missing[:batch]
+
+    def close(self) -> None:
+        """Release the memory once nothing refers to `view`."""
+        self._memory.close()
 
 
 def _attach(fd: int, nbytes: int, *, writable: bool) -> SharedBuffer:

@@ -35,6 +35,7 @@ from gpuops.checkpoint.keeper.messages import (
     MessageError,
     OpenedShard,
     Peers,
+    Ranges,
     RankInfo,
     ReservedSlots,
     Restore,
@@ -47,8 +48,9 @@ from gpuops.checkpoint.keeper.messages import (
     Why,
     holders_in,
 )
-from gpuops.checkpoint.keeper.restore import FENCE_S, ClientConnection
+from gpuops.checkpoint.keeper.rank_group import FENCE_S, ClientConnection, PartsRead
 from gpuops.checkpoint.memory.node_memory import duplicate_fd
+from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.types import (
     WORLD_MAX,
     KeeperError,
@@ -75,7 +77,7 @@ class ClientSession:
     """One connection and its identity. ``role`` is "" before its hello.
 
     ``holders``: the holders of the state that is about to be chosen. ``fds``: descriptors for the
-    next reply; the server sends and closes them.
+    next reply; the server sends and closes them. ``parts``: what is being read for it.
     """
 
     connection: ClientConnection
@@ -83,6 +85,7 @@ class ClientSession:
     rank_info: RankInfo | None = None
     holders: dict[Shard, ShardHolders] = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
+    parts: PartsRead | None = None
 
 
 def _report(data: object) -> ReplicaReport:
@@ -111,6 +114,8 @@ class KeeperRequests:
                 "abandon": core.abandon,
                 "offer": self._restore_point,
                 "open_shard": self._open_shard,
+                "read_parts": self._read_parts,
+                "reject": self._reject,
                 "restored": self._restored,
                 "settings": core.set_policy,
                 "stats": core.counts,
@@ -240,8 +245,32 @@ class KeeperRequests:
         source = self._core.group.shard_location(state, shard)
         if isinstance(source, Path):
             return OpenedShard(path=str(source))
-        session.fds.append(duplicate_fd(source, writable=False))
-        return OpenedShard(nbytes=source.nbytes)
+        is_partial = isinstance(source, PartialImage)
+        memory = source.memory if isinstance(source, PartialImage) else source
+        session.fds.append(duplicate_fd(memory, writable=False))
+        return OpenedShard(nbytes=source.nbytes, is_partial=is_partial)
+
+    def _read_parts(
+        self,
+        session: ClientSession,
+        state: StateId,
+        shard: Shard,
+        ranges: Ranges,
+        deadline_s: WaitSeconds,  # noqa: ARG002 the server waits
+    ) -> None:
+        wanted = (state, shard, ranges)
+        if session.parts is None or session.parts.wanted != wanted:
+            assert self._core.group is not None
+            session.parts = self._core.restore_finder.read_parts(self._core.group, wanted)
+        if not session.parts.is_done:
+            raise NotReadyError
+        error, session.parts = session.parts.error, None
+        if error is not None:
+            raise error
+
+    def _reject(self, state: StateId, why: Why) -> None:
+        assert self._core.group is not None
+        self._core.restore_finder.reject(self._core.group, self._core.instructions, state, why)
 
     def _restored(
         self, rank_info: RankInfo, state: StateId, tier: Tier, seconds: Seconds, nbytes: Count

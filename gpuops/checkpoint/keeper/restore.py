@@ -1,20 +1,27 @@
-"""The ranks of one generation, and which state they load."""
+"""Find the state that the ranks of a generation load, and read parts of it for them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from gpuops.checkpoint.agreement.local_recovery import (
-    SelectedState,
-    ShardLocation,
+    CopyProblem,
     StateSearchCriteria,
     StateSearchResult,
     find_restorable,
 )
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
-from gpuops.checkpoint.keeper.messages import WHY_MAX, RankInfo
+from gpuops.checkpoint.keeper.messages import WHY_MAX
+from gpuops.checkpoint.keeper.rank_group import (
+    AgentInstructions,
+    GroupRestore,
+    PartsRead,
+    RankGroup,
+    WantedParts,
+    restore_pin,
+)
 from gpuops.checkpoint.memory.node_memory import NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.service import BorrowedReplicas, PeerService
 from gpuops.checkpoint.storage.persister import OpenStore
@@ -24,174 +31,9 @@ from gpuops.checkpoint.types import (
     KeeperError,
     RestorePoint,
     RestoreUndecidedError,
-    Shard,
     StateId,
+    Tier,
 )
-
-# How long new workers wait for the older ones to disconnect.
-FENCE_S = 5.0
-
-
-class ClientConnection(Protocol):
-    """The other end of a connection. ``pid`` 0: in another pid namespace."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def close(self) -> None:
-        """End the connection; messages that still arrive are ignored."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRestore:
-    """The state that was decided for all ranks to load."""
-
-    restore_point: RestorePoint | None
-    selected: SelectedState | None
-
-
-@dataclass(slots=True)
-class RankGroup:
-    """The ranks of one generation.
-
-    ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
-    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
-    taken their place. ``copies_all_why``: why they share nothing, "" where they do.
-    """
-
-    generation: int
-    world: int
-    n_ranks: int
-    connections: dict[int, ClientConnection] = field(default_factory=dict)
-    ranks: dict[int, RankInfo] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    restored: set[int] = field(default_factory=set)
-    _pids: dict[int, int] = field(default_factory=dict)
-    is_requested: bool = False
-    is_searching: bool = False
-    result: GroupRestore | None = None
-    error: str = ""
-    is_undecided: bool = False
-    is_handed_over: bool = False
-    is_replaced: bool = False
-    copies_all_why: str = ""
-
-    def accepts(
-        self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False
-    ) -> bool:
-        """Return whether the rank belongs to this group; where not, it is of a newer one.
-
-        A process that was connected before and *is_back* does: its connection broke.
-
-        Raises:
-            KeeperError: It cannot be a rank of any group.
-        """
-        if (rank_info.generation, rank_info.shard.world, rank_info.n_ranks) != (
-            self.generation,
-            self.world,
-            self.n_ranks,
-        ):
-            return False
-        connected = self.connections.get(rank_info.local_rank)
-        if connected is not None and connection.pid and connected.pid == connection.pid:
-            raise KeeperError(
-                f"process {connection.pid} is connected as local rank {rank_info.local_rank} "
-                "already; close that connection first"
-            )
-        if connected is not None:
-            return False
-        if rank_info.local_rank in self.gone:
-            is_same = connection.pid != 0 and connection.pid == self._pids.get(rank_info.local_rank)
-            return is_back and is_same and self.ranks[rank_info.local_rank] == rank_info
-        same_rank = next((p for p in self.ranks.values() if p.shard == rank_info.shard), None)
-        if same_rank is not None:
-            raise KeeperError(
-                f"local ranks {same_rank.local_rank} and {rank_info.local_rank} both are rank "
-                f"{rank_info.shard.rank}"
-            )
-        return True
-
-    def join(self, rank_info: RankInfo, connection: ClientConnection) -> None:
-        self.connections[rank_info.local_rank] = connection
-        self.ranks[rank_info.local_rank] = rank_info
-        self._pids[rank_info.local_rank] = connection.pid
-        self.gone.discard(rank_info.local_rank)
-
-    def remove(self, local_rank: int) -> None:
-        """Remove a rank; a new process in its place belongs to another group."""
-        self.connections.pop(local_rank, None)
-        self.gone.add(local_rank)
-        self.mark_restored(local_rank)
-
-    def mark_restored(self, local_rank: int) -> None:
-        """Record that a rank has finished loading; release fetched memory after the last one."""
-        self.restored.add(local_rank)
-        if len(self.restored) >= self.n_ranks:
-            self.release_fetched()
-
-    def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
-        """Return the source of a shard of the state to load; raises KeeperError for others."""
-        selected = None if self.result is None else self.result.selected
-        if selected is None or selected.state != state or shard not in selected.sources:
-            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not being restored")
-        return selected.sources[shard]
-
-    def close(self) -> None:
-        """Disconnect the ranks: newer ones take their place."""
-        for member in list(self.connections.values()):
-            member.close()
-        self.is_replaced = True
-        self.release_fetched()
-
-    def release_fetched(self) -> None:
-        """Release the memory that was made only for this restore."""
-        if self.result is not None and self.result.selected is not None:
-            for memory in self.result.selected.fetched:
-                memory.close()
-
-
-def restore_pin(local_rank: int) -> str:
-    """Return the owner of a rank's pin on the restored state."""
-    return f"restore-{local_rank}"
-
-
-@dataclass(slots=True)
-class AgentInstructions:
-    """The agent's instructions for the current generation.
-
-    ``state`` and ``epoch``: what all nodes resume from, once ``is_decided``; ``why``: why newer
-    states were skipped; ``peers``: the copies on other nodes. ``is_taken_over``: the ranks run
-    already, and save states of ``epoch``.
-    """
-
-    generation: int
-    n_nodes: int = 1
-    excluded_step: int | None = None
-    state: StateId | None = None
-    epoch: int = 0
-    is_decided: bool = False
-    is_taken_over: bool = False
-    why: tuple[str, ...] = ()
-    peers: PeerShards | None = None
-
-    def check(self, rank_info: RankInfo) -> None:
-        """Raise KeeperError where the rank is of another generation, or cannot be of this node."""
-        if rank_info.generation != self.generation:
-            what = "is over" if rank_info.generation < self.generation else "has not begun"
-            raise KeeperError(
-                f"generation {rank_info.generation} {what}: the agent runs {self.generation}"
-            )
-        if self.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
-            raise KeeperError(
-                f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
-                "agent reports no other node"
-            )
-
-    def close(self) -> None:
-        """Stop fetching, and release what was fetched."""
-        if self.peers is not None:
-            self.peers.close()
 
 
 @dataclass(slots=True)
@@ -249,6 +91,7 @@ class RestoreFinder:
                 criteria,
                 map_function=self.jobs.map,
                 allocate=self.allocate,
+                check_fits=self.memory.check_fits,
                 peers=peers,
             )
 
@@ -268,6 +111,39 @@ class RestoreFinder:
             _release(result)
         else:
             self._on_searched(group, instructions, result, error)
+
+    def read_parts(self, group: RankGroup, wanted: WantedParts) -> PartsRead:
+        """Start to read parts of an image; the result says when they are there.
+
+        Raises:
+            KeeperError: The image is not being restored, or is complete.
+        """
+        state, shard, ranges = wanted
+        image = group.shard_location(state, shard)
+        if not isinstance(image, PartialImage):
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is complete")
+        read = PartsRead(wanted)
+
+        async def run() -> None:
+            try:
+                await JobResult(self.jobs, JobKind.FETCH, lambda: image.ensure(ranges))
+            except CheckpointError as exc:
+                read.error = exc
+                self._report_problem(CopyProblem(state, shard, Tier.PERSISTENT, str(exc)))
+            except Exception as exc:  # noqa: BLE001 boundary: the rank receives it as an error
+                read.error = KeeperError(f"{image.name} cannot be read: {exc!r}")
+            read.is_done = True
+
+        run_task(run())
+        return read
+
+    def reject(
+        self, group: RankGroup, instructions: AgentInstructions | None, state: StateId, why: str
+    ) -> None:
+        """Offer an older state than *state*, which is damaged; may be repeated."""
+        if group.reject(state, why, instructions):
+            for local_rank in range(group.n_ranks):
+                self.memory.buffer_table.unpin(restore_pin(local_rank))
 
     def _take_over(self, group: RankGroup, epoch: int) -> None:
         """Let the ranks save: a keeper that is gone decided the state that they resumed from."""
@@ -396,13 +272,16 @@ class RestoreFinder:
 
     def _report_problems(self, result: StateSearchResult) -> None:
         for problem in result.problems:
-            self.events.add(
-                "corrupt",
-                state=problem.state,
-                rank=problem.shard.rank,
-                tier=problem.tier.value,
-                why=problem.why,
-            )
+            self._report_problem(problem)
+
+    def _report_problem(self, problem: CopyProblem) -> None:
+        self.events.add(
+            "corrupt",
+            state=problem.state,
+            rank=problem.shard.rank,
+            tier=problem.tier.value,
+            why=problem.why,
+        )
 
 
 def _is_decidable(group: RankGroup, instructions: AgentInstructions | None) -> bool:
@@ -418,13 +297,19 @@ def _search_criteria(
 ) -> StateSearchCriteria:
     if instructions is None or not instructions.is_decided:
         return StateSearchCriteria(
-            excluded_step=instructions.excluded_step if instructions else None
+            excluded_step=instructions.excluded_step if instructions else None,
+            loading_world=group.world,
+            rejected=dict(group.rejected),
         )
     if instructions.state is None:
         return StateSearchCriteria(is_none=True)
     is_complete = len(group.ranks) == group.n_ranks
     own_shards = frozenset(post.shard for post in group.ranks.values())
-    return StateSearchCriteria(only=instructions.state, shards=own_shards if is_complete else None)
+    return StateSearchCriteria(
+        only=instructions.state,
+        shards=own_shards if is_complete else None,
+        loading_world=group.world,
+    )
 
 
 def _release(result: StateSearchResult | None) -> None:

@@ -19,7 +19,7 @@ from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import Waker
 from gpuops.checkpoint.keeper.messages import MessageError
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
-from gpuops.checkpoint.types import CheckpointError, RestoreUndecidedError
+from gpuops.checkpoint.types import CheckpointError, CorruptError, RestoreUndecidedError
 
 CONNECTIONS_MAX = 1024
 # Connections without a hello, and those without a role.
@@ -77,7 +77,9 @@ class KeeperServerConnection:
 def _message(message_id: object, reply: object) -> bytes:
     message: dict[str, object] = {"v": messages.VERSION, "id": message_id}
     if isinstance(reply, CheckpointError):
-        kind = messages.UNDECIDED if isinstance(reply, RestoreUndecidedError) else "refused"
+        kind = "refused"
+        if isinstance(reply, RestoreUndecidedError | CorruptError):
+            kind = messages.CORRUPT if isinstance(reply, CorruptError) else messages.UNDECIDED
         message |= {"error": str(reply)[:4000], "kind": kind}
     else:
         message["ok"] = {} if reply is None else reply

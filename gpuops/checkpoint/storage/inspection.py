@@ -25,7 +25,7 @@ from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, 
 from gpuops.plan.failure_rate import FailureRate
 from gpuops.wire.messages import Limit, Message
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,12 @@ def _read_header(store: CheckpointStore, state: StateId, record: ShardRecord) ->
     if path is not None:
         return _read_file_header(path)
     data = bytearray()
-    wanted = _LENGTH_BYTES
+    wanted = LENGTH_BYTES
     for chunk in store.read_chunks(state, record.shard):
         data += chunk
-        if wanted == _LENGTH_BYTES and len(data) >= _LENGTH_BYTES:
-            wanted = _header_size_bytes(bytes(data[:_LENGTH_BYTES]))
-        if len(data) >= wanted > _LENGTH_BYTES:
+        if wanted == LENGTH_BYTES and len(data) >= LENGTH_BYTES:
+            wanted = header_size_bytes(bytes(data[:LENGTH_BYTES]))
+        if len(data) >= wanted > LENGTH_BYTES:
             break
     return bytes(data[:wanted])
 
@@ -138,17 +138,22 @@ def _read_header(store: CheckpointStore, state: StateId, record: ShardRecord) ->
 def _read_file_header(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            length = file.read(_LENGTH_BYTES)
-            return length + file.read(_header_size_bytes(length) - _LENGTH_BYTES)
+            length = file.read(LENGTH_BYTES)
+            return length + file.read(header_size_bytes(length) - LENGTH_BYTES)
     except OSError as exc:
         raise CorruptError(f"cannot be read: {exc.strerror}") from exc
 
 
-def _header_size_bytes(length: bytes) -> int:
+def header_size_bytes(length: bytes) -> int:
+    """Return the size of the header of an image that begins with the `LENGTH_BYTES` *length*.
+
+    Raises:
+        CorruptError: It is above the limit.
+    """
     n_json = int.from_bytes(length, "little")
     if n_json > HEADER_BYTES_MAX:
         raise CorruptError(f"its header would have {n_json} bytes")
-    return _LENGTH_BYTES + n_json
+    return LENGTH_BYTES + n_json
 
 
 def assemble_tensors(layouts: Sequence[ImageLayout]) -> Mapping[str, StoredTensor]:

@@ -31,7 +31,7 @@ from gpuops.convert.tensors import DTYPES, is_dtensor, view_of
 from gpuops.worker.state.adapter import StateAdapter
 from gpuops.worker.state.model import ModelAdapter
 from gpuops.worker.state.optimizer import OptimizerAdapter
-from gpuops.worker.state.saved_state import SavedPiece, check_complete
+from gpuops.worker.state.saved_state import SavedPiece, box_ranges, check_complete
 
 _log = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class ShardImageReader(StorageReader):
     def __init__(self, pieces: Mapping[str, Sequence[SavedPiece]]) -> None:
         """Take the pieces by the names of their tensors; see `saved_state.distinct_pieces`."""
         self._pieces = {
-            (name, placed.spec.offsets): (memory, placed)
+            (name, placed.spec.offsets): (opened, placed)
             for name, parts in pieces.items()
-            for memory, placed in parts
+            for opened, placed in parts
         }
         self._metadata = Metadata({name: _metadata(parts) for name, parts in pieces.items()})
 
@@ -187,13 +187,14 @@ class ShardImageReader(StorageReader):
         for item in plan.items:
             offsets = item.storage_index.offset
             assert offsets is not None
-            memory, placed = self._pieces[item.storage_index.fqn, tuple(offsets)]
+            opened, placed = self._pieces[item.storage_index.fqn, tuple(offsets)]
+            ends = [b + n for b, n in zip(item.storage_offsets, item.lengths, strict=True)]
+            opened.ensure(box_ranges(placed, item.storage_offsets, ends))
             place = tuple(
-                slice(begin, begin + length)
-                for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+                slice(begin, end) for begin, end in zip(item.storage_offsets, ends, strict=True)
             )
             target = planner.resolve_tensor(item).detach()
-            target.copy_(view_of(memory, placed)[place])
+            target.copy_(view_of(opened.view, placed)[place])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from gpuops.checkpoint.image import (
+    ITEMSIZE_BYTES,
     ImageLayout,
     PlacedTensor,
     TensorSpec,
     read_layout,
     read_metadata_blob,
 )
-from gpuops.checkpoint.storage.inspection import first_overlap
+from gpuops.checkpoint.partial_image import ByteRange, OpenedImage
+from gpuops.checkpoint.pieces import PIECE_BYTES
+from gpuops.checkpoint.storage.inspection import LENGTH_BYTES, first_overlap, header_size_bytes
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
 from gpuops.convert.tensors import (
     DTYPE_NAMES,
@@ -37,7 +40,7 @@ from gpuops.convert.values import STATE_FORMAT, loads
 from gpuops.worker.state.adapter import logical_shape
 from gpuops.worker.state.parallel_copy import copy_parallel
 
-SavedPiece = tuple[memoryview, PlacedTensor]
+SavedPiece = tuple[OpenedImage, PlacedTensor]
 
 
 def distinct_pieces(pieces: Iterable[SavedPiece]) -> list[SavedPiece]:
@@ -46,9 +49,9 @@ def distinct_pieces(pieces: Iterable[SavedPiece]) -> list[SavedPiece]:
     Empty parts are left out.
     """
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], SavedPiece] = {}
-    for memory, placed in pieces:
+    for image, placed in pieces:
         if placed.begin != placed.end:
-            found.setdefault((placed.spec.offsets, placed.spec.shape), (memory, placed))
+            found.setdefault((placed.spec.offsets, placed.spec.shape), (image, placed))
     return list(found.values())
 
 
@@ -74,7 +77,7 @@ def check_complete(name: str, specs: Sequence[TensorSpec]) -> None:
         raise CheckpointError(f"two saved parts of {name} overlap: they were not saved together")
 
 
-OpenImage = Callable[[Shard], memoryview]
+OpenImage = Callable[[Shard], OpenedImage]
 
 
 class _TensorMemory(NamedTuple):
@@ -87,7 +90,7 @@ class _TensorMemory(NamedTuple):
 
 
 class _ShardImage(NamedTuple):
-    memory: memoryview
+    opened: OpenedImage
     layout: ImageLayout
     tensors: Mapping[str, PlacedTensor]
     owner_by_name: Mapping[str, int]  # of tensors that are in the image of another rank
@@ -97,8 +100,7 @@ class _ShardImage(NamedTuple):
 class SavedState:
     """A state of *world* ranks, for rank *rank* of *own_world*; parts request tensors from it.
 
-    *open_image* returns the verified bytes of a shard's image; they must stay until `load`
-    returned.
+    *open_image* returns a shard's image, which must stay until `load` returned.
     """
 
     def __init__(
@@ -192,6 +194,33 @@ class SavedState:
         return first == name or not memory.address or self._has_same_values(first, name)
 
     @torch.no_grad()
+    def fetch(self) -> None:
+        """Have all that was requested read and verified; nothing is changed yet.
+
+        Raises:
+            CorruptError: A part is damaged, and no copy of it is intact.
+            CheckpointError: A part cannot be read.
+        """
+        placements = TensorPlacements()
+        wanted: dict[int, tuple[OpenedImage, list[ByteRange]]] = {}
+        for name, target in self._requests:
+            local = local_tensor(target)
+            if local.numel() == 0:
+                continue
+            spec = placements.spec_of(target, local, name)
+            found = self._find_tensor(name)
+            assert found is not None
+            if _is_same_region(spec, found[1].spec):
+                pieces = [(found[0].opened, found[1])]
+            else:
+                pieces = self._pieces(name)
+            for opened, placed in pieces:
+                ranges = wanted.setdefault(id(opened), (opened, []))[1]
+                ranges += overlap_ranges(placed, spec)
+        for opened, ranges in wanted.values():
+            opened.ensure(ranges)
+
+    @torch.no_grad()
     def load(self, n_threads: int) -> int:
         """Fill all requested tensors with *n_threads* threads; return how many bytes were written.
 
@@ -212,7 +241,7 @@ class SavedState:
             assert found is not None
             image, placed = found
             if _is_same_region(placements.spec_of(target, local, name), placed.spec):
-                direct.append((local, view_of(image.memory, placed)))
+                direct.append((local, _tensor_of(image.opened, placed)))
             elif name in resharded:
                 direct.append((local, local_tensor(resharded[name])))
             else:
@@ -233,7 +262,7 @@ class SavedState:
                 continue
             if a is None or b is None or not _is_same_region(a[1].spec, b[1].spec):
                 return False
-            if not torch.equal(_bytes_of(a[0].memory, a[1]), _bytes_of(b[0].memory, b[1])):
+            if not torch.equal(_bytes_of(a[0].opened, a[1]), _bytes_of(b[0].opened, b[1])):
                 return False
         return True
 
@@ -260,7 +289,7 @@ class SavedState:
 
     def _pieces(self, name: str) -> list[SavedPiece]:
         found = distinct_pieces(
-            (image.memory, image.tensors[name])
+            (image.opened, image.tensors[name])
             for image in self._all_images()
             if name in image.tensors
         )
@@ -281,14 +310,17 @@ class SavedState:
         return self._images[rank]
 
     def _read(self, shard: Shard) -> _ShardImage:
-        memory = self._open(shard)
-        layout = read_layout(memory)
+        opened = self._open(shard)
+        layout = _read_header(opened)
         if layout.shard != shard:
             raise CorruptError(
                 f"the image of rank {shard.rank} of {shard.world} declares that it is of rank "
                 f"{layout.shard.rank} of {layout.shard.world}"
             )
-        metadata = loads(read_metadata_blob(memory, layout), f"the metadata of rank {shard.rank}")
+        opened.ensure([(layout.metadata_blob.begin, layout.metadata_blob.end)])
+        metadata = loads(
+            read_metadata_blob(opened.view, layout), f"the metadata of rank {shard.rank}"
+        )
         if not isinstance(metadata, dict) or not isinstance(metadata.get("parts"), dict):
             raise CorruptError(f"the metadata of rank {shard.rank} is incomplete")
         if metadata.get("format") != STATE_FORMAT:
@@ -302,7 +334,7 @@ class SavedState:
                 f"others are of step {self._step}"
             )
         tensors = {placed.spec.name: placed for placed in layout.tensors}
-        return _ShardImage(memory, layout, tensors, layout.owner_by_name, metadata)
+        return _ShardImage(opened, layout, tensors, layout.owner_by_name, metadata)
 
 
 def _memory_of(tensor: torch.Tensor) -> _TensorMemory:
@@ -311,8 +343,56 @@ def _memory_of(tensor: torch.Tensor) -> _TensorMemory:
     return _TensorMemory(address, local.device, tuple(local.shape), local.stride())
 
 
-def _bytes_of(memory: memoryview, placed: PlacedTensor) -> torch.Tensor:
-    return view_of(memory, placed).reshape(-1).view(torch.uint8)
+def _read_header(opened: OpenedImage) -> ImageLayout:
+    nbytes = len(opened.view)
+    opened.ensure([(0, min(LENGTH_BYTES, nbytes))])
+    end = min(header_size_bytes(bytes(opened.view[:LENGTH_BYTES])), nbytes)
+    opened.ensure([(0, end)])
+    return read_layout(opened.view[:end], nbytes=nbytes)
+
+
+def _tensor_of(opened: OpenedImage, placed: PlacedTensor) -> torch.Tensor:
+    opened.ensure([(placed.begin, placed.end)])
+    return view_of(opened.view, placed)
+
+
+def _bytes_of(opened: OpenedImage, placed: PlacedTensor) -> torch.Tensor:
+    return _tensor_of(opened, placed).reshape(-1).view(torch.uint8)
+
+
+def overlap_ranges(placed: PlacedTensor, wanted: TensorSpec) -> list[ByteRange]:
+    """Return the bytes of the saved part *placed* that are in the part *wanted* of the tensor."""
+    offsets = placed.spec.offsets
+    begins = [max(w - s, 0) for w, s in zip(wanted.offsets, offsets, strict=True)]
+    ends = [
+        min(w + n - s, m)
+        for w, n, s, m in zip(wanted.offsets, wanted.shape, offsets, placed.spec.shape, strict=True)
+    ]
+    return box_ranges(placed, begins, ends)
+
+
+def box_ranges(placed: PlacedTensor, begins: Sequence[int], ends: Sequence[int]) -> list[ByteRange]:
+    """Return the bytes of the items *begins* to *ends* of a saved part, in each dimension.
+
+    Rows of less than a piece are not told apart: a piece is read as a whole.
+    """
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return []
+    shape = placed.spec.shape
+    strides = [ITEMSIZE_BYTES[placed.spec.dtype] * prod(shape[d + 1 :]) for d in range(len(shape))]
+
+    def walk(dim: int, at: int) -> Iterator[ByteRange]:
+        rest = range(dim, len(shape))
+        is_whole = all(begins[d] == 0 and ends[d] == shape[d] for d in rest[1:])
+        if not rest or is_whole or strides[dim] <= PIECE_BYTES:
+            last = at + sum((ends[d] - 1) * strides[d] for d in rest)
+            yield at + sum(begins[d] * strides[d] for d in rest), last + itemsize
+            return
+        for index in range(begins[dim], ends[dim]):
+            yield from walk(dim + 1, at + index * strides[dim])
+
+    itemsize = ITEMSIZE_BYTES[placed.spec.dtype]
+    return list(walk(0, placed.begin))
 
 
 def _is_same_region(target: TensorSpec, saved: TensorSpec) -> bool:

@@ -7,7 +7,7 @@ from support.keeper_ranks import fill, layout_of
 
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skipped
-from gpuops.checkpoint.keeper.restore import FENCE_S
+from gpuops.checkpoint.keeper.rank_group import FENCE_S
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.address import open_store as open_any_store

@@ -26,7 +26,7 @@ from gpuops.worker.keeper_finder import (
     standalone_folder,
 )
 from gpuops.worker.ranks import RankContext, detect_ranks
-from gpuops.worker.restore import _LARGE_BYTES, DirectoryStateSource, KeeperStateSource
+from gpuops.worker.restore_sources import _LARGE_BYTES, DirectoryStateSource, KeeperStateSource
 
 ALONE = RankContext(0, 1, 0, 1, "")
 
@@ -71,7 +71,7 @@ def test_the_newest_is_found_and_read(persisted):
     found = source(persisted.folder)
 
     assert found.find().state == StateId(0, 3)
-    assert bytes(found.open(Shard(0, 1))) == persisted.shard(3).read_bytes()
+    assert bytes(found.open(Shard(0, 1)).view) == persisted.shard(3).read_bytes()
     found.close()
 
 

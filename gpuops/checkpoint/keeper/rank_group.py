@@ -1,0 +1,213 @@
+"""The ranks of one generation, and what their agent says about it."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpuops.checkpoint.agreement.local_recovery import (
+    SelectedState,
+    ShardLocation,
+)
+from gpuops.checkpoint.keeper.messages import RankInfo
+from gpuops.checkpoint.partial_image import ByteRange
+from gpuops.checkpoint.peers.fetch import PeerShards
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    KeeperError,
+    RestorePoint,
+    Shard,
+    StateId,
+)
+
+# How long new workers wait for the older ones to disconnect.
+FENCE_S = 5.0
+
+
+class ClientConnection(Protocol):
+    """The other end of a connection. ``pid`` 0: in another pid namespace."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def close(self) -> None:
+        """End the connection; messages that still arrive are ignored."""
+        ...
+
+
+WantedParts = tuple[StateId, Shard, tuple[ByteRange, ...]]
+
+
+@dataclass(slots=True)
+class PartsRead:
+    """Parts of an image that are being read for a rank."""
+
+    wanted: WantedParts
+    is_done: bool = False
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRestore:
+    """The state that was decided for all ranks to load."""
+
+    restore_point: RestorePoint | None
+    selected: SelectedState | None
+
+
+@dataclass(slots=True)
+class RankGroup:
+    """The ranks of one generation.
+
+    ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
+    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
+    taken their place. ``copies_all_why``: why they share nothing, "" where they do. ``rejected``:
+    states that turned out to be damaged, and how.
+    """
+
+    generation: int
+    world: int
+    n_ranks: int
+    connections: dict[int, ClientConnection] = field(default_factory=dict)
+    ranks: dict[int, RankInfo] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    restored: set[int] = field(default_factory=set)
+    _pids: dict[int, int] = field(default_factory=dict)
+    is_requested: bool = False
+    is_searching: bool = False
+    result: GroupRestore | None = None
+    error: str = ""
+    is_undecided: bool = False
+    is_handed_over: bool = False
+    is_replaced: bool = False
+    copies_all_why: str = ""
+    rejected: dict[StateId, str] = field(default_factory=dict)
+
+    def accepts(
+        self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False
+    ) -> bool:
+        """Return whether the rank belongs to this group; where not, it is of a newer one.
+
+        A process that was connected before and *is_back* does: its connection broke.
+
+        Raises:
+            KeeperError: It cannot be a rank of any group.
+        """
+        if (rank_info.generation, rank_info.shard.world, rank_info.n_ranks) != (
+            self.generation,
+            self.world,
+            self.n_ranks,
+        ):
+            return False
+        connected = self.connections.get(rank_info.local_rank)
+        if connected is not None and connection.pid and connected.pid == connection.pid:
+            raise KeeperError(
+                f"process {connection.pid} is connected as local rank {rank_info.local_rank} "
+                "already; close that connection first"
+            )
+        if connected is not None:
+            return False
+        if rank_info.local_rank in self.gone:
+            is_same = connection.pid != 0 and connection.pid == self._pids.get(rank_info.local_rank)
+            return is_back and is_same and self.ranks[rank_info.local_rank] == rank_info
+        same_rank = next((p for p in self.ranks.values() if p.shard == rank_info.shard), None)
+        if same_rank is not None:
+            raise KeeperError(
+                f"local ranks {same_rank.local_rank} and {rank_info.local_rank} both are rank "
+                f"{rank_info.shard.rank}"
+            )
+        return True
+
+    def join(self, rank_info: RankInfo, connection: ClientConnection) -> None:
+        self.connections[rank_info.local_rank] = connection
+        self.ranks[rank_info.local_rank] = rank_info
+        self._pids[rank_info.local_rank] = connection.pid
+        self.gone.discard(rank_info.local_rank)
+
+    def remove(self, local_rank: int) -> None:
+        """Remove a rank; a new process in its place belongs to another group."""
+        self.connections.pop(local_rank, None)
+        self.gone.add(local_rank)
+        self.mark_restored(local_rank)
+
+    def mark_restored(self, local_rank: int) -> None:
+        """Record that a rank has finished loading; release fetched memory after the last one."""
+        self.restored.add(local_rank)
+        if len(self.restored) >= self.n_ranks:
+            self.release_fetched()
+
+    def shard_location(self, state: StateId, shard: Shard) -> ShardLocation:
+        """Return the source of a shard of the state to load; raises KeeperError for others."""
+        selected = None if self.result is None else self.result.selected
+        if selected is None or selected.state != state or shard not in selected.sources:
+            raise KeeperError(f"the shard of rank {shard.rank} of {state} is not being restored")
+        return selected.sources[shard]
+
+    def reject(self, state: StateId, why: str, instructions: "AgentInstructions | None") -> bool:
+        """Do not load *state*, which is damaged; return whether an older one may be searched for.
+
+        Where all nodes have agreed on it, no node can load another one: that is an error.
+        """
+        point = self.result.restore_point if self.result is not None else None
+        if point is None or point.state != state:
+            return False
+        self.rejected[state] = why
+        self.release_fetched()
+        self.result = None
+        if instructions is not None and instructions.is_decided:
+            self.error = f"{state} cannot be loaded: {why}"
+        return not self.error
+
+    def close(self) -> None:
+        """Disconnect the ranks: newer ones take their place."""
+        for member in list(self.connections.values()):
+            member.close()
+        self.is_replaced = True
+        self.release_fetched()
+
+    def release_fetched(self) -> None:
+        """Release the memory that was made only for this restore."""
+        if self.result is not None and self.result.selected is not None:
+            for memory in self.result.selected.fetched:
+                memory.close()
+
+
+def restore_pin(local_rank: int) -> str:
+    """Return the owner of a rank's pin on the restored state."""
+    return f"restore-{local_rank}"
+
+
+@dataclass(slots=True)
+class AgentInstructions:
+    """The agent's instructions for the current generation.
+
+    ``state`` and ``epoch``: what all nodes resume from, once ``is_decided``; ``why``: why newer
+    states were skipped; ``peers``: the copies on other nodes. ``is_taken_over``: the ranks run
+    already, and save states of ``epoch``.
+    """
+
+    generation: int
+    n_nodes: int = 1
+    excluded_step: int | None = None
+    state: StateId | None = None
+    epoch: int = 0
+    is_decided: bool = False
+    is_taken_over: bool = False
+    why: tuple[str, ...] = ()
+    peers: PeerShards | None = None
+
+    def check(self, rank_info: RankInfo) -> None:
+        """Raise KeeperError where the rank is of another generation, or cannot be of this node."""
+        if rank_info.generation != self.generation:
+            what = "is over" if rank_info.generation < self.generation else "has not begun"
+            raise KeeperError(
+                f"generation {rank_info.generation} {what}: the agent runs {self.generation}"
+            )
+        if self.n_nodes == 1 and rank_info.shard.world != rank_info.n_ranks:
+            raise KeeperError(
+                f"{rank_info.n_ranks} of {rank_info.shard.world} ranks are on this node, but the "
+                "agent reports no other node"
+            )
+
+    def close(self) -> None:
+        """Stop fetching, and release what was fetched."""
+        if self.peers is not None:
+            self.peers.close()

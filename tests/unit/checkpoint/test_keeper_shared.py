@@ -8,8 +8,9 @@ from support.in_process_keeper import InProcessNode
 
 from gpuops.checkpoint.image import TensorSpec, image_order, plan_image, write_digests
 from gpuops.checkpoint.keeper.messages import Lease, Skipped
+from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES
 from gpuops.checkpoint.sharing import plan_sharing
-from gpuops.checkpoint.types import Shard
+from gpuops.checkpoint.types import KeeperError, Shard
 
 N_FLOATS = 1000
 NAMES = ("a", "b", "c")
@@ -19,7 +20,8 @@ class Node:
     """Ranks that hold three tensors alike, and one each for itself."""
 
     def __init__(self, n=3, *, world=None, dtypes=None, on_device=()):
-        self.node = InProcessNode()
+        self.available = 2**40
+        self.node = InProcessNode(available=lambda: self.available)
         self.n, self.world = n, world or n
         self.dtypes, self.on_device = dtypes or ["F32"] * n, on_device
         if self.world != n:
@@ -158,6 +160,21 @@ def test_after_a_difference_all_are_told_to_copy_all_until_new_workers_share_aga
     node.save(5)
     assert node.newest == 5
     assert len(node.layouts[0].tensors) < 4
+
+
+def test_where_memory_has_no_room_for_all_the_last_state_that_agreed_stays(nodes):
+    node = nodes()
+    node.save(1)
+    node.save(2, [(1, "b")])
+    node.available = SYSTEM_RESERVE_BYTES
+    assert node.copy(0, 3).copies_all
+    with pytest.raises(KeeperError, match="the checkpoints of rank 0 do not fit into memory"):
+        node.reserve(0, shares=False)
+
+    assert node.newest == 1
+    node.available = 2**40
+    node.connect(generation=1)
+    assert node.offer.state.step == 1
 
 
 def test_a_rank_that_missed_it_is_told_again(nodes):

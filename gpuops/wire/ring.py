@@ -11,7 +11,8 @@ written so far; beat *n* (1-based) lies in slot ``(n - 1) % slots``.
 
 Two words of the header go the other way or beside the beats. ``request`` and ``stop step`` are
 written by the agent only, ``flags`` by the worker only; each byte of ``flags`` has a writer of its
-own there (the beat, `should_stop`, a signal handler), so that none undoes what another wrote.
+own there (the beat, `should_stop`, a signal handler, a Checkpointer), so that none undoes what
+another wrote.
 """
 
 import struct
@@ -90,6 +91,8 @@ class WorkerFlag(IntFlag):
     PROGRAM_ENDED = 1 << 10  # as `WorkerPhase.FINISHED`: the process only has things to tidy up
     SIGNALLED = 1 << 16  # SIGTERM or SIGUSR1 reached the worker itself while `Request.NONE`
     HANDLER_RAN = 1 << 17  # a signal met our handler: the script has none of its own
+    SAVES_AT_STOP = 1 << 24  # its Checkpointer saves the state of the step at which a drain stops
+    SAVED_AT_STOP = 1 << 25  # and has done so, or has failed to
 
 
 class RingError(ValueError):

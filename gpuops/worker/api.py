@@ -131,9 +131,36 @@ def should_stop() -> bool:
 def _is_asked(heart: Heartbeat) -> bool:
     request, stop_step = heart.request()
     if request is AgentRequest.DRAIN:
-        step = heart.step
-        return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
+        return _has_reached(stop_step, heart.step)
     return request is AgentRequest.TERMINATE or _is_unanswered(time.monotonic_ns())
+
+
+def _has_reached(stop_step: int, step: int) -> bool:
+    return STEP_UNKNOWN in {stop_step, step} or step >= stop_step
+
+
+def must_save_at_stop() -> bool:
+    """Return whether the run drains and its last step is done; for a `gpuops.Checkpointer`.
+
+    The caller saves that state, the same on all ranks as with `should_stop`, and then calls
+    `saved_at_stop`: until then the agent waits for a script that does not ask.
+    """
+    if _heart is None or not _heart.is_on or _is_compiling():
+        return False
+    _heart.flag(WorkerFlag.SAVES_AT_STOP)
+    request, stop_step = _heart.request()
+    return request is AgentRequest.DRAIN and _has_reached(stop_step, _heart.step)
+
+
+def is_watched() -> bool:
+    """Return whether an agent watches this process."""
+    return _heart is not None and _heart.is_on
+
+
+def saved_at_stop() -> None:
+    """Tell the agent that this rank has nothing more to save."""
+    if _heart is not None:
+        _heart.flag(WorkerFlag.SAVED_AT_STOP)
 
 
 _heart: Heartbeat | None = None

@@ -27,7 +27,7 @@ from gpuops.config.resolve import environ
 from gpuops.plan.failure_rate import FailureRate
 from gpuops.worker.api import named, phase, restored
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.final_save import LastStepTracker, save_at_exit, save_final
+from gpuops.worker.final_save import LastStepTracker, save_at_exit, save_at_stop, save_final
 from gpuops.worker.keeper_finder import (
     KEEPER_ENV,
     DirectoryInUseError,
@@ -137,6 +137,7 @@ class Checkpointer:
         self._saver: CheckpointSaver | None = None
         self._restored: RestoreSummary | None = None
         self._is_closed = False
+        self._has_stopped = False  # the run drains, and the state of its last step was saved
         self._warned: set[str] = set()
         self._instance_key = ("", 0)
         self._last_step = LastStepTracker(
@@ -186,7 +187,8 @@ class Checkpointer:
         """Save the state if that is due; call it after the optimizer step, on all ranks.
 
         *n* is the number of completed optimizer steps. Errors are not raised: saving is turned off,
-        which is logged once.
+        which is logged once. Where states persist, the state of the step at which a drain stops the
+        run is saved, too: `gpuops run` then ends a script that does not ask `gpuops.should_stop`.
         """
         if self._is_closed or self._is_forked():
             return
@@ -341,7 +343,8 @@ class Checkpointer:
         assert saver is not None
         self._cost.before_save(n, now_s)
         saver.poll()
-        is_due = schedule.is_due(n, now_s)
+        # After the last common step some ranks may be ended before the others.
+        is_due = not self._has_stopped and schedule.is_due(n, now_s)
         stall_s = None
         try:
             saver.prepare(n)
@@ -356,6 +359,7 @@ class Checkpointer:
                         f"{', '.join(late_keys)} came after the Checkpointer was made, and is not "
                         "saved: give all names from the start, with any value",
                     )
+            self._has_stopped = self._has_stopped or save_at_stop(self._last_step, saver)
         finally:
             ended_s = time.monotonic()
             self._cost.after_save(n, ended_s, stall_s)

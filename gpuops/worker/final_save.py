@@ -1,4 +1,4 @@
-"""The end of a script: save the state after its last step, with or without `close`."""
+"""The last state of a script: at its end, with or without `close`, or where a drain stops it."""
 
 import logging
 import os
@@ -143,6 +143,20 @@ def _warn_if(reason: str, last: LastStepTracker, saver: CheckpointSaver) -> None
         newest = "none" if saver.last_step is None else f"that after step {saver.last_step}"
         text = "the state after step %d, the last one, is not saved: %s; the newest is %s"
         _log.warning(text, last.step, reason, newest)
+
+
+def save_at_stop(last: LastStepTracker, saver: CheckpointSaver) -> bool:
+    """Save the state of the last step if a drain ends the run with it; return whether it does.
+
+    The step has just been recorded, so that the state is its result, whatever optimizers report.
+    """
+    if not last.is_persistent or not api.must_save_at_stop():
+        return False
+    try:
+        _warn_if(saver.save_final(last.step), last, saver)
+    finally:
+        api.saved_at_stop()
+    return True
 
 
 def save_at_exit(last: LastStepTracker, saver: CheckpointSaver, finder: KeeperFinder) -> None:

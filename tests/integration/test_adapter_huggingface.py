@@ -7,8 +7,10 @@ import importlib
 import pytest
 import torch
 from support.in_process_keeper import InProcessNode
+from support.rings import connected
 
 from gpuops.errors import UsageError
+from gpuops.wire.ring import WorkerFlag
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -80,6 +82,25 @@ def test_the_same_callback_serves_the_training_after_one_that_broke_off(tmp_path
     assert first.steps == whole.steps[:4]
     assert len(whole.steps) - 4 <= n_steps < len(whole.steps)
     assert second.steps == whole.steps[-n_steps:]
+    assert hf.same_weights(resumed, undisturbed)
+
+
+@pytest.mark.parametrize("stop", [5, 11], ids=["within an epoch", "at its end"])
+def test_a_drain_ends_the_training_after_a_step_that_is_saved(tmp_path, stop, node, hf):
+    whole, first, second = hf.Recorder(), hf.Recorder(), hf.Recorder()
+    undisturbed = hf.run(tmp_path, [], whole)
+    options = {"save_strategy": "epoch"}
+    callback = hf.saving(keeper=node.connect(), every=1000, directory=str(tmp_path / "states"))
+    with connected() as ring:
+        ring.drain(stop)
+        drained = hf.run(tmp_path, [callback], first, **options)
+    assert drained.state.global_step == stop
+    assert WorkerFlag.STOP_RETURNED | WorkerFlag.SAVED_AT_STOP in ring.flags
+    # What takes long is left out: the grace is short.
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    resumed = hf.run(tmp_path, [hf.saving(keeper=node.connect(generation=1), every=1000)], second)
+
+    assert first.steps + second.steps == whole.steps
     assert hf.same_weights(resumed, undisturbed)
 
 

@@ -3,13 +3,16 @@
 import contextlib
 import gc
 import importlib
+import signal
 import warnings
 
 import pytest
 import torch
 from support.in_process_keeper import InProcessNode
+from support.rings import connected
 
 from gpuops.errors import UsageError
+from gpuops.wire.ring import WorkerFlag
 
 pytestmark = [
     pytest.mark.torch,
@@ -96,6 +99,45 @@ def test_validation_and_plateaus_go_on_as_well(tmp_path, node, lit):
     second, _ = lit.fit(tmp_path, resuming, kind=Watched)
 
     assert first.losses + second.losses == whole.losses
+    assert lit.same_weights(second, whole)
+
+
+class Watched:
+    """Which SIGTERM handler the steps are made under."""
+
+    def __init__(self):
+        self.handlers = set()
+
+    def __call__(self, lightning):
+        watched = self
+
+        class Callback(lightning.Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                watched.handlers.add(signal.getsignal(signal.SIGTERM))
+
+        return Callback()
+
+
+@pytest.mark.parametrize("stop", [5, 7], ids=["within an epoch", "at its end"])
+def test_a_drain_ends_the_fit_after_a_step_that_is_saved(tmp_path, stop, node, lit):
+    whole, _ = lit.fit(tmp_path)
+    ours = lambda *_: None  # noqa: E731 the handler of the shim
+    before, watched = signal.signal(signal.SIGTERM, ours), Watched()
+    saving = lit.saving(keeper=node.connect(), every=1000, directory=str(tmp_path / "states"))
+    try:
+        with connected() as ring:
+            ring.drain(stop)
+            with pytest.raises(SystemExit) as ended:
+                lit.fit(tmp_path, saving, watched(lit.lightning), min_epochs=3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended.value.code
+    assert watched.handlers == {ours}, "not Lightning's, which calls a collective"
+    assert WorkerFlag.STOP_RETURNED | WorkerFlag.SAVED_AT_STOP in ring.flags
+    assert saving.checkpointer is None
+    second, _ = lit.fit(tmp_path, lit.saving(keeper=node.connect(generation=1), every=1000))
+
+    assert second.losses == whole.losses[stop:]
     assert lit.same_weights(second, whole)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +110,40 @@ def test_trainers_with_our_callbacks(tmp_path, kind, modules):
         recovered(run, 2)
 
     assert {p["step"] for p in run.payloads("checkpoint.restored")} == {DIES}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("huggingface", ["transformers"]),
+        ("lightning", ["lightning", "torchdata"]),
+        ("trl", ["trl", "datasets"]),
+    ],
+)
+def test_a_drained_trainer_goes_on_after_its_last_step(tmp_path, kind, modules):
+    """Nothing is saved but that step, and the script ends with 0, as if it were done."""
+    for module in modules:
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    env = {"JOB_DIR": str(tmp_path), "PYTHONPATH": PYTHONPATH}
+    words = (f"--ckpt-dir={tmp_path / 'states'}", "--drain-grace=120", JOBS / "trainers.py")
+    with Run(tmp_path / "first", *words, kind, "drained", env=env) as first:
+        for rank in (0, 1):
+            first.wait_for_output(f"rank {rank} made step 3\n")
+        first.signal(signal.SIGTERM)
+        assert first.finish(240) == 85, first.said()
+    made = [int(step) for step in re.findall(r"rank \d made step (\d+)", first.said())]
+    (flushed,) = first.payloads("checkpoint.flushed")
+    assert (flushed["fitted"], flushed["step"]) == (True, max(made)), first.said()
+    assert made.count(max(made)) == 2
+    assert {p["exit_code"] for p in first.payloads("worker.exited")} == {0}
+    assert first.payloads("run.ended")[0]["outcome"] == "preempted"
+
+    with Run(tmp_path / "second", *words, kind, "resumed", env=env) as second:
+        assert second.finish(240) == 0, second.said()
+    assert {p["step"] for p in second.payloads("checkpoint.restored")} == {max(made)}
+    for rank in (0, 1):
+        assert re.search(f"rank {rank} from step .*: same True", second.said()), second.said()
 
 
 @pytest.mark.soak

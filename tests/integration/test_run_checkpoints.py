@@ -225,6 +225,34 @@ def test_a_drain_persists_the_newest_state_and_the_next_job_goes_on_from_it(tmp_
     assert sorted(second.loads()) == [(0, last, "persistent"), (1, last, "persistent")]
 
 
+@pytest.mark.parametrize("every", [1, 1000])
+def test_a_drain_of_a_script_that_never_asks_persists_the_step_at_which_all_stop(
+    tmp_path, undisturbed, every
+):
+    flags = (f"--ckpt-dir={tmp_path / 'ckpt'}", "--drain-grace=60")
+    words = ("--never-asks", f"--every={every}")
+    with Training(tmp_path, "--pause=0.2", *words, flags=flags) as first:
+        first.wait_for_step(4)
+        first.signal(signal.SIGTERM)
+        first.finished(85)
+        assert_nothing_left(first)
+        (flushed,) = first.payloads("checkpoint.flushed")
+        assert flushed["fitted"], flushed
+        assert first.payloads("run.ended")[0]["outcome"] == "preempted"
+        (incident,) = first.incidents()
+        assert incident["failure_class"] == "scheduler.preempted"
+
+    step = flushed["step"]
+    assert step > 4
+    # Both ranks had made it, and were ended soon after.
+    assert {x.rank for x in first.lines() if x.what == "step" and x.number == step} == {0, 1}
+    with Training(tmp_path, *words, flags=flags, tries=1) as second:
+        second.finished()
+
+    assert second.weights() == undisturbed
+    assert sorted(second.loads()) == [(0, step, "persistent"), (1, step, "persistent")]
+
+
 def test_a_keeper_that_dies_is_followed_by_another_while_the_workers_train(tmp_path, undisturbed):
     # Slow enough for another keeper to have started well before the last step.
     with Training(tmp_path, "--pause=0.5") as run:

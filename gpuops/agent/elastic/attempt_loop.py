@@ -231,6 +231,7 @@ class AttemptRunner:
                 self._services.clock,
                 grace_s=grace_s,
                 stop_step=record.drain_step,
+                reach_s=self._services.step_tracker.seconds_to(record.drain_step),
             )
         return self._draining.is_over()
 

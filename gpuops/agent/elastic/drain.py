@@ -1,7 +1,8 @@
 """A drain on one node: the workers finish their step, save if they can, and stop.
 
-A script that asks `gpuops.should_stop` or handles the signal itself has until the deadline. Any
-other cannot save; once each of its ranks has completed a step it has nothing more to gain.
+A script that asks `gpuops.should_stop` or handles the signal itself has until the deadline. Of any
+other the `gpuops.Checkpointer` saves the state of the stop step, on all ranks alike. Where there is
+none, or that step comes too late, a rank has nothing more to gain once it has completed a step.
 """
 
 import logging
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 # The steps in a heartbeat are at most that old: it was held, and the next one is under way.
 HEARTBEAT_AGE_S = 2 * HOLD_S
-_ENDS_BY_ITSELF = WorkerFlag.STOP_POLLED | WorkerFlag.PROGRAM_ENDED
+# A state that is saved later has too little of the grace left to persist.
+SAVE_SHARE = 0.5
 _HANDLES = {
     signal.SIGTERM: WorkerFlag.HANDLES_SIGTERM,
     signal.SIGUSR1: WorkerFlag.HANDLES_SIGUSR1,
@@ -36,22 +38,28 @@ _HANDLES = {
 class Draining:
     """One drain, of at most *grace_s*; ranks that ask leave their loops after *stop_step*.
 
-    *caught* says which signals a process has handlers for.
+    *reach_s*: how long they take to it, 0 where that is not known. *caught* says which signals a
+    process has handlers for.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what it is told of the drain, each by name
         self,
         number: signal.Signals,
         workers: Workers,
         clock: Clock,
+        *,
         grace_s: float,
         stop_step: int | None,
+        reach_s: float = 0.0,
         caught: Callable[[int], Sequence[signal.Signals]] | None = None,
     ) -> None:
         self._caught = caught or caught_signals
         self._workers = workers
         self._clock = clock
-        self._deadline_ns = clock.mono_ns() + round(grace_s * NS_PER_S)
+        began_ns, save_s = clock.mono_ns(), grace_s * SAVE_SHARE
+        self._deadline_ns = began_ns + round(grace_s * NS_PER_S)
+        self._save_until_ns = began_ns + round(save_s * NS_PER_S if reach_s <= save_s else 0)
+        self._is_stop_reachable = reach_s <= grace_s
         self._beats_before = workers.beat_counts()
         for worker in workers.all:
             worker.ring.request(
@@ -65,11 +73,7 @@ class Draining:
         """Say whether the workers that are left have nothing more to do, or no time for it."""
         if self._workers.all_ended or self._clock.mono_ns() >= self._deadline_ns:
             return True
-        return all(
-            self._has_stepped(worker.rank)
-            for worker in self._workers.all
-            if not self._cooperates(worker.rank)
-        ) and not any(self._cooperates(worker.rank) for worker in self._workers.all)
+        return all(self._is_done(worker.rank) for worker in self._workers.all)
 
     def ended_unasked(self) -> bool:
         """Return whether the workers, all of which have ended, ended by themselves.
@@ -82,10 +86,22 @@ class Draining:
             for worker in self._workers.all
         )
 
-    def _cooperates(self, rank: int) -> bool:
+    def _is_done(self, rank: int) -> bool:
+        """Say whether *rank* would do nothing more that is worth waiting for."""
         flags = self._workers.of_rank(rank).ring.flags
+        if self._ends_by_itself(rank, flags):
+            return False
+        if flags & WorkerFlag.SAVED_AT_STOP:
+            return True
+        if flags & WorkerFlag.SAVES_AT_STOP and self._clock.mono_ns() < self._save_until_ns:
+            return False
+        return self._has_stepped(rank)
+
+    def _ends_by_itself(self, rank: int, flags: WorkerFlag) -> bool:
         has_own_handler = rank in self._forwarded and not flags & WorkerFlag.HANDLER_RAN
-        return has_own_handler or bool(flags & _ENDS_BY_ITSELF)
+        asks = flags & WorkerFlag.STOP_POLLED and self._is_stop_reachable
+        knows = flags & (WorkerFlag.STOP_RETURNED | WorkerFlag.PROGRAM_ENDED)
+        return has_own_handler or bool(asks or knows)
 
     def _has_stepped(self, rank: int) -> bool:
         """Say whether *rank* made a step since the drain began; one that never beats cannot."""

@@ -112,6 +112,13 @@ class StepTracker:
             return None
         return self._highest + 1 + math.ceil(SPREAD_S / max(step_s, 1e-4))
 
+    def seconds_to(self, step: int | None) -> float:
+        """Return how long the ranks take until they have completed *step*; 0 where unknown."""
+        step_s = self.step_s()
+        if step is None or self._highest is None or step_s is None:
+            return 0.0
+        return max(0, step - self._highest) * step_s
+
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:

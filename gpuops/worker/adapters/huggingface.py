@@ -8,6 +8,8 @@ The run continues bit for bit where the order of the data depends on the epoch a
 and reading a batch draws nothing from the global generators. Callbacks still see the begin and end
 of skipped epochs, within milliseconds; nothing is logged, evaluated or saved in them. The states of
 other stateful callbacks are not saved.
+
+A drain ends the training after a step whose state is saved, as ``should_training_stop`` ends it.
 """
 
 # ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
@@ -27,6 +29,7 @@ from transformers.training_args import TrainingArguments
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
+from gpuops.worker import api
 from gpuops.worker.adapters.data_resume import DataResume
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.objects import read_rng, write_rng
@@ -148,6 +151,11 @@ class GpuopsCallback(TrainerCallback):
         state.epoch = self._resume.epoch_at(state.epoch)
         if self._checkpointer is not None:
             self._checkpointer.step(state.global_step)
+        if api.should_stop():
+            # At once: the Trainer may load its best model before on_train_end.
+            self._close()
+            control.should_training_stop = True
+            _skip_evaluation(control)
 
     def on_epoch_end(
         self,
@@ -158,7 +166,10 @@ class GpuopsCallback(TrainerCallback):
     ) -> None:
         if self._resume.is_over:
             control.should_training_stop = state.global_step >= state.max_steps
-            control.should_log = control.should_evaluate = control.should_save = False
+            control.should_log = False
+            _skip_evaluation(control)
+        if api.should_stop():
+            _skip_evaluation(control)  # the epoch may not be over, and the grace is short
         self._resume.end_epoch(args)
 
     def _restore_rng(self) -> None:
@@ -198,6 +209,10 @@ class GpuopsCallback(TrainerCallback):
         if self._checkpointer is not None:
             self._checkpointer.close(save=save)
             self._checkpointer = None
+
+
+def _skip_evaluation(control: TrainerControl) -> None:
+    control.should_evaluate = control.should_save = False
 
 
 class _Progress:

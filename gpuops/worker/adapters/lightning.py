@@ -6,20 +6,27 @@ the loops start the newest state is loaded in place, with the loops' own progres
 
 As with Lightning's own checkpoints, the order of data within an epoch is resumed only where the
 data loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none.
+
+A drain ends the fit after a step whose state is saved, as Lightning ends it on SIGTERM: by its
+``SIGTERMException``, which ends the program with code 0 unless the script catches it.
 """
 
 # ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
 
+import signal
 from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
+from gpuops.worker import api
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.objects import read_rng, write_rng
 
@@ -43,6 +50,7 @@ class GpuopsCheckpoint(Callback):
         self._progress: _Progress | None = None
         self._step = 0
         self._rng_state: Mapping[str, Any] | None = None
+        self._sigterm_handler: object = None
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -84,8 +92,22 @@ class GpuopsCheckpoint(Callback):
                 f"the state of step {self._step} has the loops at step {trainer.global_step}"
             )
         self._rng_state = read_rng() if self._step else None
+        self._sigterm_handler = signal.getsignal(signal.SIGTERM)  # Lightning replaces it next
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_sigterm_handler()
+        self._begin_epoch(trainer)
+
+    def _restore_sigterm_handler(self) -> None:
+        """Under `gpuops run`, undo Lightning's handler: in it the ranks wait for each other.
+
+        It would do so in the middle of a step, in which they wait for each other, too.
+        """
+        if api.is_watched() and callable(self._sigterm_handler):
+            with suppress(ValueError):  # not the main thread: Lightning has replaced nothing
+                signal.signal(signal.SIGTERM, self._sigterm_handler)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
         """Begin the next epoch normally, where the state is of an epoch's end.
 
         Lightning makes iterators of its own then, also for the finished epoch, or loses the
@@ -134,6 +156,10 @@ class GpuopsCheckpoint(Callback):
         if self._checkpointer is not None and trainer.global_step != self._step:
             self._step = trainer.global_step
             self._checkpointer.step(self._step)
+            if api.should_stop():
+                # Not trainer.should_stop: it validates first, and min_epochs would overrule it.
+                self._close()
+                raise SIGTERMException
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()

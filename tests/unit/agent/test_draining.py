@@ -24,9 +24,15 @@ def clock():
     return FakeClock()
 
 
-def drain(workers, clock, number=TERM, stop_step=None, caught=()):
+def drain(workers, clock, number=TERM, stop_step=None, reach_s=0.0, caught=()):
     return Draining(
-        number, workers, clock, grace_s=25.0, stop_step=stop_step, caught=lambda _pid: caught
+        number,
+        workers,
+        clock,
+        grace_s=25.0,
+        stop_step=stop_step,
+        reach_s=reach_s,
+        caught=lambda _pid: caught,
     )
 
 
@@ -56,6 +62,46 @@ def test_whoever_asks_has_until_the_deadline(clock):
     clock.advance(0.1)
     assert draining.is_over()
     assert [ring.wanted for ring in workers.rings] == [(AgentRequest.DRAIN, 70)] * 2
+
+
+def test_a_checkpointer_has_half_the_grace_to_save_the_stop_step(clock):
+    workers = FakeWorkers(2)
+    workers.beat(0, 1)
+    for ring in workers.rings:
+        ring.flags = WorkerFlag.SAVES_AT_STOP
+    draining = drain(workers, clock, stop_step=70, reach_s=10.0)
+    workers.beat(0, 1)
+    workers.rings[0].flags |= WorkerFlag.SAVED_AT_STOP
+    clock.advance(12.4)
+    assert not draining.is_over(), "rank 1 has not reached the step"
+    workers.rings[1].flags |= WorkerFlag.SAVED_AT_STOP
+    assert draining.is_over()
+    workers.rings[1].flags = WorkerFlag.SAVES_AT_STOP
+    clock.advance(0.1)
+    assert draining.is_over(), "what was saved before has to persist"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reach_s", "over"),
+    [
+        (WorkerFlag.SAVES_AT_STOP, 12.5, False),
+        (WorkerFlag.SAVES_AT_STOP, 12.6, True),
+        (WorkerFlag.STOP_POLLED, 25.0, False),
+        (WorkerFlag.STOP_POLLED, 25.1, True),
+        (WorkerFlag.STOP_POLLED | WorkerFlag.STOP_RETURNED, 25.1, False),
+        (WorkerFlag.STOP_POLLED | WorkerFlag.SAVED_AT_STOP, 1.0, False),
+    ],
+    ids=repr,
+)
+def test_a_stop_step_that_comes_too_late_is_not_waited_for(clock, flags, reach_s, over):
+    workers = FakeWorkers(1)
+    workers.beat(0)
+    workers.rings[0].flags = flags
+    draining = drain(workers, clock, stop_step=70, reach_s=reach_s)
+    assert not draining.is_over(), "one more step, as without a Checkpointer"
+    workers.beat(0)
+
+    assert draining.is_over() == over
 
 
 def test_a_program_that_has_ended_may_tidy_up(clock):

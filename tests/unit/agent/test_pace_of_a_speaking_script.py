@@ -1,5 +1,7 @@
 """The pace of a script that says its steps and has an optimizer: two beats for one step."""
 
+import pytest
+
 from gpuops.agent.monitors.progress import SPREAD_S, StepTracker
 from gpuops.wire.ring import Beat, StepSource, WorkerPhase
 
@@ -19,3 +21,5 @@ def test_a_step_counts_once_however_often_it_beats():
 
     assert abs(pace.step_s() - 0.1) < 0.01
     assert pace.common_step() <= 10 + 1 + SPREAD_S / 0.1 + 2
+    assert pace.seconds_to(15) == pytest.approx(0.5, abs=0.05)
+    assert (pace.seconds_to(10), pace.seconds_to(None), StepTracker().seconds_to(3)) == (0, 0, 0)

@@ -94,6 +94,20 @@ def test_a_run_trains_and_says_in_one_line_where_it_is_kept(user):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.torch
+def test_a_directory_that_this_user_may_not_write_is_refused_before_anything_starts(user):
+    gpuops, temporary = user
+    words = ("run", "--nproc-per-node=2", "--ckpt-dir=states", JOBS / "train.py", "--steps", "3")
+
+    done = gpuops(*words)
+
+    assert done.returncode == 64, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "cannot persist" in line]
+    assert "/home: Permission denied: another user owns it, or its mode forbids it" in line
+    assert "rank 0" not in done.stdout
+    assert not list(temporary.parent.rglob("states"))
+
+
 def test_a_check_judges_the_node_and_says_once_that_it_is_not_recorded(user):
     gpuops, _temporary = user
 

@@ -272,8 +272,11 @@ class CheckpointJob:
 def check_can_persist(job: CheckpointJob) -> None:
     """Check that the states of *job* can persist, if it names a directory for them.
 
+    A full disk is only a warning: space may be there by the time of the first state.
+
     Raises:
-        UsageError: They cannot: modules are missing, or no folder is private enough for a keeper.
+        UsageError: They cannot: modules are missing, no folder is private enough for a keeper, or
+            nothing can ever be written there.
     """
     plan = job.request.plan.checkpoints
     if plan.directory is None or not plan.in_memory:
@@ -288,11 +291,28 @@ def check_can_persist(job: CheckpointJob) -> None:
             folder.release(remove=not (folder.path / SOCKET_NAME).exists())
         except FolderError as exc:
             problem = f"no folder is private enough for the process that holds states: {exc}"
+    if not problem:
+        problem, remedy = _why_unwritable(plan.directory), f"name a folder that {job.node} can use"
     if problem:
         raise UsageError(
             f"checkpoints cannot persist in {plan.directory}: {problem}; {remedy}, or run without "
             "--ckpt-dir (checkpoint.dir)"
         )
+
+
+def _why_unwritable(directory: str) -> str:
+    """Return why nothing can ever be written into *directory*, "" where something may be."""
+    from gpuops.checkpoint.storage.address import local_directory
+    from gpuops.checkpoint.storage.directory_files import try_writing
+
+    path = local_directory(directory)
+    found = None if path is None else try_writing(path)
+    if found is None:
+        return ""
+    why, is_permanent = found
+    if not is_permanent:
+        log.warning("checkpoints cannot persist in %s now, and are tried again: %s", directory, why)
+    return why if is_permanent else ""
 
 
 def _key(job: CheckpointJob) -> str:

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -159,6 +160,11 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_BYTES = 2**20
+_TRIED_BYTES = 4096
+# Time alone mends none of these.
+_PERMANENT = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
+)
 _ADVICE = {
     errno.ENOSPC: ": free some space, or keep fewer states",
     errno.EDQUOT: ": free some of the quota, or keep fewer states",
@@ -216,6 +222,28 @@ def make_directories(path: Path) -> None:
         path.mkdir()
         with open_directory(path.parent) as parent:
             os.fsync(parent)
+
+
+def try_writing(path: Path) -> tuple[str, bool] | None:
+    """Write a file where the directory *path* is, or would be made; nothing is left behind.
+
+    Returns:
+        None where that succeeds; else why not, and whether it will stay so.
+    """
+    where = path
+    while not os.path.lexists(where):
+        where = where.parent
+    try:
+        with (
+            wrap_os_errors("write into", where),
+            tempfile.TemporaryFile(dir=where, buffering=0) as file,
+        ):
+            file.write(bytes(_TRIED_BYTES))
+            os.fsync(file.fileno())
+    except CheckpointError as exc:
+        cause = exc.__cause__
+        return str(exc), isinstance(cause, OSError) and cause.errno in _PERMANENT
+    return None
 
 
 def open_regular_file(name: str, dir_fd: int) -> int:

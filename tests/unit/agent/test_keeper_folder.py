@@ -1,5 +1,6 @@
 """Where the keeper of a job is found again, and that two living agents never share one."""
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import requested, slurm_env
+from support.small_disk import small_disk
 
 from gpuops.agent.checkpoint.start import (
     KEPT_S,
@@ -242,6 +244,50 @@ def test_where_another_user_was_first_it_is_in_the_state_directory_or_in_a_new_o
     assert len(second.problems) == 2
     second.release(remove=True)
     assert [path.name for path in job.temporary.iterdir()] == [f"gpuops-{UID}"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("file", "write into .*/file: Not a directory: it is a file"),
+        ("file/below/it", "write into .*/file: Not a directory: it is a file"),
+        ("link/below", "write into .*/link: No such file or directory"),
+        ("/proc/states", "write into /proc: "),
+    ],
+)
+def test_a_directory_that_can_never_be_written_is_refused_at_start(tmp_path, script, place, said):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    job = attacked_job(tmp_path, script, f"--ckpt-dir={tmp_path / place}")
+
+    with pytest.raises(UsageError, match=f"cannot persist in .*: cannot {said}.*; name a folder"):
+        check_can_persist(job)
+    check_can_persist(replace(job, request=requested(script)))
+
+
+@pytest.mark.parametrize("place", ["states", "deep/below"])
+def test_trying_a_directory_leaves_nothing_behind(tmp_path, script, place, caplog):
+    (tmp_path / "states").mkdir()
+    check_can_persist(attacked_job(tmp_path, script, f"--ckpt-dir={tmp_path / place}"))
+
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {"states", "train.py", "tmp", "state"}, "but for those of the keeper"
+    assert list((tmp_path / "states").iterdir()) == []
+    assert not caplog.records
+
+
+@pytest.mark.skipif(UID != 0, reason="mounts a file system")
+def test_a_full_disk_at_start_is_a_warning(tmp_path, script, caplog):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        job = attacked_job(tmp_path, script, f"--ckpt-dir={disk / 'states'}")
+        with contextlib.suppress(OSError), (disk / "fills").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(65536))
+        check_can_persist(job)
+
+    (record,) = caplog.records
+    assert "now, and are tried again: cannot write into" in record.getMessage()
+    assert "No space left on device: free some space" in record.getMessage()
 
 
 def test_a_directory_in_which_nothing_can_persist_is_refused_at_start(

@@ -381,8 +381,9 @@ def _describe_failure(context: _DecisionContext) -> str:
         else f" on {limited_list(context.root.nodes or (report.node,))}"
     )
     if first is not None and first.summary:
+        n_more = len(context.root.ends) - 1
         others = (
-            f" (with {len(context.root.ends) - 1} more ranks)" if context.root.is_shared else ""
+            f" (with {n_more} more rank{'s' * (n_more != 1)})" if context.root.is_shared else ""
         )
         who, what = f"rank {first.rank}", first.summary
         if what.startswith(f"{who} "):

@@ -66,6 +66,8 @@ def _redone(breakdown: RunBreakdown) -> list[str]:
                 f"{steps} made a second time because attempt {first.ordinal} began again"
                 f" at step {first.steps_first}: the job loads no checkpoint. They took {took}; a"
                 " checkpoint that the script saves and loads at its start would have kept them"
+                " (gpuops.Checkpointer; in a Hugging Face Trainer GpuopsCallback, see"
+                " docs/frameworks.md)"
             )
         ]
     return [

@@ -9,7 +9,8 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -68,7 +69,17 @@ def _intercepted() -> Any:  # noqa: ANN401 a module without types
     names = {**vars(launch.subprocess), "Popen": _start_command}
     launch.subprocess = SimpleNamespace(**names)  # type: ignore[attr-defined]
     torch_run.run = _start_torchrun  # type: ignore[attr-defined]
+    launch.simple_launcher = partial(_start_once, launch.simple_launcher)  # type: ignore[attr-defined]
     return launch
+
+
+def _start_once(start: Callable[[Any], object], args: Any) -> None:  # noqa: ANN401
+    """Call *start* of accelerate, which starts one process, however many *args* ask for."""
+    try:
+        start(args)
+    except _StartedError as started:
+        started.found = {**started.found, "asked": getattr(args, "num_processes", None) or 1}
+        raise
 
 
 def _start_command(words: Sequence[str], env: Mapping[str, str]) -> NoReturn:

@@ -9,7 +9,7 @@ write instead.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ _BY_MODULE = {
     "accelerate.commands.launch": "accelerate-launch",
     "deepspeed.launcher.runner": "deepspeed",
 }
+_STARTS_ONE = (
+    "{launcher} starts one process here, though {asked} are asked for (it starts several on "
+    "processors by mpirun alone), so there is one rank; for {asked} put --nproc-per-node={asked} "
+    "before {launcher}"
+)
 _WRITE = "write `gpuops run --nproc-per-node=N script.py …`"
 
 
@@ -99,7 +104,11 @@ def carry_over(
         return _of_deepspeed(found["deepspeed"])
     env = {k: str(v) for k, v in found["env"].items() if k not in _PER_JOB}
     if "command" in found:
-        return _of_command(launcher, found["command"], env)
+        carried = _of_command(launcher, found["command"], env)
+        asked = int(found.get("asked", 1))
+        if asked == 1 or typed.get("nproc_per_node") is not None:
+            return carried
+        return replace(carried, warnings=(_STARTS_ONE.format(launcher=launcher, asked=asked),))
     flags = dict(found["flags"])
     if "nnodes" not in flags and str(flags.get("master_port")) == str(_PORT):
         del flags["master_port"]

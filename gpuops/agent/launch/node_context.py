@@ -124,7 +124,7 @@ def lost_in_container(
     """Return a line that says what the run does not have in *container*, None where it has all."""
     lost = []
     if container.kernel_log is not None:
-        lost.append(f"Xids come from NVML alone, no OOM kill is proven ({container.kernel_log})")
+        lost.append(f"Xids come from NVML alone, no OOM kill is proven: {container.kernel_log}")
     elif container.has_own_pids:
         lost.append("no OOM kill is proven: the kernel's log has other process ids")
     if container.has_own_pids:

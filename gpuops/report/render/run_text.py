@@ -157,6 +157,8 @@ def _header(breakdown: RunBreakdown) -> list[str]:
 
 
 def _world_sizes(worlds: Sequence[int]) -> str:
+    if len(worlds) == 1:
+        return count_noun(worlds[0], "rank")
     return f"{' then '.join(map(str, worlds))} ranks" if worlds else "number of ranks unknown"
 
 

@@ -163,6 +163,24 @@ def test_a_program_on_the_path_is_no_script(tmp_path, monkeypatch):
         typed_of(["sh", "-c", "true"])
 
 
+def test_ranks_that_accelerate_does_not_start_are_missed_in_one_line(tmp_path, script):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    words, read = ["launch", "--config_file", str(config), script], reader(dict(os.environ))
+
+    found = carry_over("accelerate", words, {}, read)
+    typed = carry_over("accelerate", words, {"nproc_per_node": "2"}, read)
+
+    (line,) = found.warnings
+    assert (found.flags["nproc_per_node"], typed.warnings) == ("1", ())
+    assert "one process here, though 2 are asked for" in line
+    assert "put --nproc-per-node=2 before accelerate" in line
+
+
 def test_the_installed_accelerate_is_asked_itself(tmp_path, script):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     config = tmp_path / "config.yaml"

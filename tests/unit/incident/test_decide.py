@@ -243,7 +243,7 @@ def test_the_same_on_nearly_all_ranks_of_all_nodes_stops_at_once():
 
     assert decision.action is STOP
     assert decision.cause.confidence is Confidence.CONFIRMED
-    assert "'labels' (with 1 more ranks); the same 2 times" in decision.reason
+    assert "'labels' (with 1 more rank); the same 2 times" in decision.reason
 
 
 def test_the_same_on_one_node_only_gets_one_attempt_elsewhere():

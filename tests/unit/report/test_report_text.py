@@ -56,6 +56,15 @@ def test_no_line_is_wider_than_the_terminal_but_for_paths():
     assert max(len(line) for line in text.splitlines() if "log /" not in line) <= WIDTH
 
 
+@pytest.mark.parametrize(("worlds", "said"), [((1, 1), "1 rank"), ((1, 2), "1 then 2 ranks")])
+def test_the_number_of_ranks_is_said_as_people_say_it(worlds, said):
+    run, rows, _ = a_killed_run()
+    rows = [replace(row, world_size=world) for row, world in zip(rows, worlds, strict=True)]
+
+    (line,) = [x for x in report_text(break_down_run(run, rows, [])).splitlines() if "where" in x]
+    assert line.endswith(f"; {said}")
+
+
 def test_control_characters_of_a_log_never_reach_the_terminal():
     evil = "\x1b]0;owned\x07\x1b[2J\rfine"
     run, rows, _ = a_killed_run()
@@ -72,6 +81,7 @@ def test_a_run_without_a_checkpoint_is_told_so_plainly():
 
     assert "57 steps were made a second time" in first
     assert "began again at step 1: the job loads no checkpoint" in first
+    assert "in a Hugging Face Trainer GpuopsCallback, see docs/frameworks.md" in first
     assert "25.0 s" in first
 
 

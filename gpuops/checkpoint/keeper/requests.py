@@ -64,6 +64,7 @@ from gpuops.checkpoint.types import (
 from gpuops.wire.messages import Limit, MessageFormatError, Using, read_arguments
 
 _EVENTS_CHARS_PER_REPLY = 40_000
+_COMMIT_SHARE = 0.9  # of the time of a flush: the rest is for the reply
 _COPIES_PER_REPLY = 200
 Handler = Callable[..., object]
 
@@ -306,8 +307,11 @@ class KeeperRequests:
             raise MessageError(f"expected the holders of {n_sources} shards, not of {len(holders)}")
         self._core.restore_from(state, epoch, holders, why)
 
-    def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:  # noqa: ARG002 the server waits
-        """Reply once the newest committed state is persisted, or cannot be."""
+    def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:
+        """Reply once the newest committed state is persisted, or cannot be.
+
+        On several nodes that is once the shards of all of them are there.
+        """
         persister, table = self._core.persister, self._core.memory.buffer_table
         if self._core.n_hashing:
             raise NotReadyError
@@ -323,6 +327,12 @@ class KeeperRequests:
                 persister.is_flushing = True
                 persister.persist_if_due()
                 raise NotReadyError
+        elif not persister.is_persistent(newest):
+            if waited_s < _COMMIT_SHARE * deadline_s:
+                persister.is_flushing = True
+                persister.commit_at_end(newest)
+                raise NotReadyError
+            why = persister.commit_failure or "other nodes have not written their shards"
         persister.is_flushing = False
         directory = None if policy is None else policy.directory
         state = None if why else newest

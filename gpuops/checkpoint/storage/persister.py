@@ -27,6 +27,7 @@ from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 BACKOFF_MIN_S = 5.0
 BACKOFF_MAX_S = 1800.0
+COMMIT_AGAIN_S = 0.5
 
 OpenStore = Callable[[str], CheckpointStore]
 
@@ -214,8 +215,8 @@ class Persister:
     ``is_flushing``: the newest state is to be persisted now. ``failure``: of the last attempt, ""
     after a success, and ``failed_state`` its state. ``origin``: the run that saves these states.
     ``written_states``: states of several nodes of which this node's shards are written, the newest
-    first; ``last_complete`` is the newest of them known to be complete. ``n_writes``: the number of
-    writes so far.
+    first; ``last_complete`` is the newest of them known to be complete, ``commit_failure`` why the
+    last attempt to complete one failed. ``n_writes``: the number of writes so far.
     """
 
     memory: NodeMemory
@@ -235,7 +236,9 @@ class Persister:
     written_states: list[StateId] = field(default_factory=list)
     last_complete: StateId | None = None
     n_writes: int = 0
+    commit_failure: str = ""
     _committing: StateId | None = None
+    _commit_again_s: float = 0.0
     _is_reported: bool = False
 
     @property
@@ -246,6 +249,10 @@ class Persister:
             if self.memory.buffer_table.is_single_node
             else self.last_complete
         )
+
+    def is_persistent(self, state: StateId) -> bool:
+        """Return whether *state*, or a newer one, is known to be complete in the directory."""
+        return self.last_persisted is not None and self.last_persisted >= state
 
     def stats(self) -> dict[str, Any]:
         schedule = self.schedule
@@ -367,13 +374,25 @@ class Persister:
         self._committing = state
         run_task(self._run_commit(CommitTask(state, world, policy, self.origin)))
 
+    def commit_at_end(self, state: StateId) -> None:
+        """As `commit_shards` of what this node has written, where no leader says that all have.
+
+        Each node tries, again and again: one of them finds the shards of all.
+        """
+        if self._committing is None and self.clock_s() >= self._commit_again_s:
+            self._commit_again_s = self.clock_s() + COMMIT_AGAIN_S
+            self.commit_shards(state, next(iter(self.memory.complete_shards(state))).world)
+
     async def _run_commit(self, task: CommitTask) -> None:
+        self.commit_failure = ""
         try:
             outcome = await JobResult(
                 self.jobs, JobKind.PERSIST, partial(run_commit, task, self.open_store)
             )
         except Exception as exc:  # noqa: BLE001 boundary: any error of a file system
-            self.events.add("persist_failed", state=task.state, why=str(exc) or repr(exc))
+            self.commit_failure = str(exc) or repr(exc)
+            if not self.is_flushing:  # else whoever waits for it is told
+                self.events.add("persist_failed", state=task.state, why=self.commit_failure)
             return
         finally:
             self._committing = None
@@ -394,7 +413,7 @@ class Persister:
             if result.is_complete:
                 self.last_complete = max(self.last_complete or persisted.state, persisted.state)
         newest = self.memory.buffer_table.last_committed
-        if newest is None or self.schedule.has_persisted(newest):
+        if newest is None or self.is_persistent(newest):
             self.is_flushing = False
         self.events.add(
             "persisted" if result.is_complete else "persisted_part",

@@ -8,6 +8,7 @@ from support.keeper_ranks import fill, layout_of
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skipped
 from gpuops.checkpoint.keeper.rank_group import FENCE_S
+from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.address import open_store as open_any_store
@@ -343,8 +344,8 @@ def test_an_epoch_that_is_not_new_is_refused(node):
     assert "epoch 4 is not new" in node.core.group.error
 
 
-def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():
-    place = "memory://bucket-of-keepers/run"
+def two_that_write_a_state(place):
+    """Return two nodes that are to write their shards of one state into *place*, and the state."""
     nodes = [Node(), Node()]
     for rank, node in enumerate(nodes):
         node.core.set_policy(CheckpointPolicy(directory=place, persist_every_s=None))
@@ -355,6 +356,54 @@ def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():
         node.go()
         state = node.save(1)
         node.core.commit(state, persist=True)
+    return nodes, state
+
+
+def flushed(node, waited_s=0.0):
+    """Return the keeper's reply to a flush that has waited so long, None where it goes on."""
+    requests, session = KeeperRequests(node.core), ClientSession(None, role="agent")
+    try:
+        return requests.handle(session, "flush", {"deadline_s": 10.0}, waited_s)
+    except NotReadyError:
+        return None
+
+
+def test_without_a_leader_the_shards_of_several_nodes_still_become_a_state(tmp_path):
+    """The run has stopped after each node wrote its shards, and before one was told to commit."""
+    (one, other), state = two_that_write_a_state(str(tmp_path / "states"))
+    store = open_any_store(str(tmp_path / "states"))
+    one.jobs.do("persist")
+    assert flushed(one) is None
+    one.jobs.do("persist")
+    assert flushed(one, 1.0) is None, "the shards of the other node are missing"
+    other.jobs.do("persist")
+
+    assert flushed(other) is None
+    other.jobs.do("persist")
+    assert flushed(other, 1.0).state == state
+    one.now_s += 1
+    assert flushed(one, 2.0) is None
+    one.jobs.do("persist")
+    assert flushed(one, 3.0).state == state
+    assert [stored.state for stored in store.list_states()] == [state]
+    assert verify_state(store, state) == []
+
+
+def test_a_flush_says_that_the_shards_of_other_nodes_are_missing(tmp_path):
+    (one, _other), _state = two_that_write_a_state(str(tmp_path / "states"))
+    one.jobs.do("persist")
+    assert flushed(one) is None
+    one.jobs.do("persist")
+
+    done = flushed(one, 9.5)
+
+    assert (done.state, "not all of its 2 shards are there" in done.why) == (None, True)
+    assert not [e for e in one.core.events.take(10**6) if e["kind"] == "persist_failed"]
+
+
+def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():
+    place = "memory://bucket-of-keepers/run"
+    nodes, state = two_that_write_a_state(place)
     store, (other, sealer) = open_any_store(place), nodes
     sealer.jobs.do("persist")
     sealer.core.persister.commit_shards(state, 2)

@@ -27,6 +27,8 @@ _COMPARED = 40
 _NEAR = 4
 # Below this share of a processor a thread that holds the lock does not run: it waits, holding it.
 _IDLE_SHARE = 0.1
+# Processes of a rank that use so much may work; on a crowded machine one that wants more gets less.
+_WORK_SHARE_MIN = 0.02
 # In all samples: no heartbeat of a store, no scrape of a metric; less from one connection, which a
 # slow download may be. Children that only measure read much of /proc: so much a second.
 _MOVED_BYTES_MIN = 2**20
@@ -259,7 +261,7 @@ def _passes_bytes(facts: RankFacts) -> bool:
 def _uses_cpu(samples: Sequence[WorkerSample]) -> bool:
     grown, took_s = _grown(samples)
     ticks = sum(amount for (kind, _), amount in grown.items() if kind is TrafficKind.CPU_TICKS)
-    return took_s > 0 and ticks / os.sysconf("SC_CLK_TCK") >= _IDLE_SHARE * took_s
+    return took_s > 0 and ticks / os.sysconf("SC_CLK_TCK") >= _WORK_SHARE_MIN * took_s
 
 
 def _grown(samples: Sequence[WorkerSample]) -> tuple[Traffic, float]:

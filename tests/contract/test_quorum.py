@@ -15,7 +15,8 @@ from support.boards import RUN_KEY, TOKEN, eventually, server, tcp_board
 from support.etcd import find_etcd
 from support.postgres import free_port
 
-from gpuops.agent.launch.quorum import QuorumFormation, QuorumPlan, announce
+from gpuops.control.etcd.formation import QuorumFormation, QuorumPlan
+from gpuops.control.etcd.handle import announce
 from gpuops.control.etcd.quorum import (
     QUORUM_KEY,
     Candidate,

@@ -6,10 +6,8 @@ or refuses with the flag, variable or file that is wrong (exit code 2). `precond
 the script. `assemble` builds the agent of this node from `services`; `torch_config` says to torch
 what to run.
 
-* `control_store`: the way to the control store: in process, on the head node, in Postgres.
 * `restart_policy`, `timeouts`: restarts, node counts and time limits, read together.
 * `identity`, `job_token`: which run this is, and the secret its agents share.
 * `node_context`: node name, folders, rules and store of this node.
-* `exit_codes`: what each exit code asks of the scheduler.
 * `torch_compat`: every private name of torch that is used, checked at start.
 """

@@ -21,11 +21,12 @@ from urllib.parse import urlsplit
 from gpuops.agent.launch.job_token import refused_token
 from gpuops.agent.launch.options import Option, Options
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
-from gpuops.agent.launch.quorum import QuorumHandle, QuorumPlan, form_quorum
 from gpuops.agent.launch.restart_policy import NodeCount
 from gpuops.agent.launch.slurm import SlurmStep
 from gpuops.control.etcd.address import SCHEME as ETCD_SCHEME
 from gpuops.control.etcd.address import EtcdAddress
+from gpuops.control.etcd.formation import QuorumPlan, form_quorum
+from gpuops.control.etcd.handle import QuorumHandle
 from gpuops.control.etcd.quorum import QUORUM_KIND
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.memory import MemoryControlStore
@@ -185,7 +186,8 @@ def _with_quorum(
     began_s = time.monotonic()
     formed: QuorumHandle | str | None = None
     try:
-        formed = form_quorum(met.store, meeting, plan, address=met.address, wait=wait)
+        place, job = (meeting.host, meeting.port), (meeting.run_key, meeting.token)
+        formed = form_quorum(met.store, plan, place, job, address=met.address, wait=wait)
     finally:
         if not isinstance(formed, str):
             met.store.close()
@@ -221,12 +223,9 @@ def _is_host(meeting: EndpointPlan) -> bool:
 
 def _reach(meeting: EndpointPlan, local_address: str | None, deadline_s: float) -> ControlEndpoint:
     if meeting.kind is EndpointKind.TCP:
+        run_key, token = meeting.run_key, meeting.token
         tcp = TcpControlStore(
-            meeting.host,
-            meeting.port,
-            run_key=meeting.run_key,
-            token=meeting.token,
-            deadline_s=deadline_s,
+            meeting.host, meeting.port, run_key=run_key, token=token, deadline_s=deadline_s
         )
         tcp.get(RECORD_KEY)  # an answer shows that it is there, and our own address on the way
         return ControlEndpoint(

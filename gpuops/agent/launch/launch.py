@@ -41,7 +41,6 @@ from gpuops.agent.launch.node_context import describe_run, node_context_of
 from gpuops.agent.launch.option_values import check_startable
 from gpuops.agent.launch.options import RunRequest
 from gpuops.agent.launch.plan import EndpointKind
-from gpuops.agent.launch.quorum import QuorumPlan
 from gpuops.agent.launch.torch_config import (
     SIGNALS_DEFAULT,
     command,
@@ -50,7 +49,7 @@ from gpuops.agent.launch.torch_config import (
 )
 from gpuops.agent.status.server import AgentServer
 from gpuops.config.resolve import Settings
-from gpuops.control.etcd.quorum import SETTLE_S, STALE_S, GatherLimits
+from gpuops.control.etcd.formation import QuorumPlan
 from gpuops.control.join import RunIsOverError, leave
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.errors import (
@@ -209,14 +208,7 @@ def _quorum_plan(prepared: LaunchContext) -> QuorumPlan | None:
     return QuorumPlan(
         node=node,
         domain=domain_of(plan.checkpoints.domain, node, prepared.env, log.warning),
-        limits=GatherLimits(
-            nodes_min=plan.restart_policy.nodes_min,
-            nodes_max=plan.restart_policy.nodes_max + plan.spares,
-            settle_s=min(SETTLE_S, plan.first_call_s),
-            # A server that was started anew learns of a quorum meanwhile.
-            first_call_s=max(plan.first_call_s, STALE_S),
-            join_timeout_s=plan.join_timeout_s,
-        ),
+        limits=plan.gather_limits,
         is_asked_for=plan.quorum is True,
     )
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from gpuops.control.etcd.quorum import SETTLE_S, STALE_S, GatherLimits
 from gpuops.incident.decision import RestartPolicy
 
 # However seldom --monitor-interval asks for: a poll costs microseconds, and signals wait for it.
@@ -90,3 +91,15 @@ class LaunchPlan:
     local_address: str | None = None
     decide: str | None = None  # ``module:function`` of the site, which may overrule a decision
     checkpoints: CheckpointPlan = CheckpointPlan()
+
+    @property
+    def gather_limits(self) -> GatherLimits:
+        """Return whom the agents that could hold the control store wait for, and for how long."""
+        return GatherLimits(
+            nodes_min=self.restart_policy.nodes_min,
+            nodes_max=self.restart_policy.nodes_max + self.spares,
+            settle_s=min(SETTLE_S, self.first_call_s),
+            # A server that was started anew learns of a quorum meanwhile.
+            first_call_s=max(self.first_call_s, STALE_S),
+            join_timeout_s=self.join_timeout_s,
+        )

@@ -5,6 +5,7 @@ its client port. Of the packages, etcd3 was last released in 2020 and needs grpc
 but calls one member only, limits each read and not a call, and needs three further packages for
 the one POST that is used here.
 
-`quorum` decides which nodes of a run hold its record without Postgres, `member` is one of these
+`quorum` decides which nodes of a run hold its record without Postgres, `formation` does what the
+agents agree on there, and `handle` is what each of them has of it then. `member` is one of these
 etcds, `presence` the store that agents use there: it also knows which agents are connected.
 """

@@ -8,7 +8,7 @@ from support.launches import requested
 
 from gpuops.agent.elastic.signals import Cancellation
 from gpuops.agent.launch.launch import _join
-from gpuops.agent.launch.quorum import QuorumHandle
+from gpuops.control.etcd.handle import QuorumHandle
 from gpuops.control.etcd.quorum import QuorumPhase, QuorumState
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStoreUnreachableError

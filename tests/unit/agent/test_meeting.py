@@ -12,7 +12,7 @@ from support.boards import RUN_KEY, TOKEN, server
 from gpuops.agent.elastic.workers import free_port
 from gpuops.agent.launch.endpoint import address_towards, meet
 from gpuops.agent.launch.plan import EndpointKind, EndpointPlan
-from gpuops.agent.launch.quorum import QuorumPlan
+from gpuops.control.etcd.formation import QuorumPlan
 from gpuops.control.etcd.quorum import GatherLimits
 from gpuops.control.store import (
     ControlStoreError,

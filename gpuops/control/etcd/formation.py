@@ -1,10 +1,9 @@
-"""This agent's part in the quorum of its run: `gpuops.control.etcd.quorum` says what that is."""
+"""An agent and the others at the endpoint's server make a quorum: `quorum` says which, by state."""
 
 import logging
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -12,23 +11,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from gpuops.agent.launch.plan import EndpointPlan
 from gpuops.config.resolve import environ
 from gpuops.control.etcd import quorum
 from gpuops.control.etcd.credentials import write_credentials
 from gpuops.control.etcd.folders import locked_folder
+from gpuops.control.etcd.handle import PROBE_TIMEOUT_S, QuorumHandle
 from gpuops.control.etcd.member import member_url, request_end
 from gpuops.control.etcd.presence import QuorumControlStore
 from gpuops.control.etcd.quorum import Candidate, GatherLimits, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
 from gpuops.control.record import RECORD_KEY
-from gpuops.control.store import (
-    ControlStore,
-    ControlStoreError,
-    ControlStoreUnreachableError,
-)
+from gpuops.control.store import ControlStore, ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.process import start_server
-from gpuops.control.tcp.server import RUN_OVER_KEY
 from gpuops.control.tcp.store import TcpControlStore
 from gpuops.host.process.command import module_command
 from gpuops.host.process.sidecar import start_sidecar
@@ -37,7 +31,6 @@ from gpuops.log import log_notice
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-PROBE_TIMEOUT_S = 2.0
 START_MEMBER_S = 20.0
 
 
@@ -58,69 +51,6 @@ class QuorumPlan:
         if host is None or self.is_asked_for:
             name = host or f"node {self.node}"
             log_notice(f"the run ends if {name}, which holds the control store, is lost: {why}")
-
-
-@dataclass(slots=True)
-class QuorumHandle:
-    """The quorum that this agent is part of; ``store`` is the run's control store."""
-
-    store: QuorumControlStore
-    run_key: str
-    state: QuorumState
-    introduction: Callable[[], ControlStore]
-    folder: Path
-    _stopping: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Keep the endpoint's server informed, so that later agents find the quorum."""
-        self._thread = threading.Thread(target=self._run, name="gpuops-quorum", daemon=True)
-        self._thread.start()
-
-    def close(self, *, is_last: bool) -> None:
-        """Announce it no more; the last agent of a run takes it off the endpoint's server."""
-        self.abandon()
-        with suppress(ControlStoreError):
-            server = self.introduction()
-            try:
-                if is_last:
-                    server.delete("quorum/")
-                server.compare_and_set(RUN_OVER_KEY, b"1" if is_last else b"30", version=0)
-            finally:
-                server.close()
-
-    def abandon(self) -> None:
-        """Announce it no more: it does not answer, and nobody else must wait for it."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * PROBE_TIMEOUT_S)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _run(self) -> None:
-        server: ControlStore | None = None
-        while not self._stopping.wait(quorum.ANNOUNCE_S):
-            try:
-                server = server or self.introduction()
-                announce(server, self.state)
-            except ControlStoreError as exc:
-                # Its host is gone, or it was started anew: a handle on the old one is of no use.
-                log.debug("the endpoint's server does not answer: %s", exc)
-                if server is not None:
-                    server.close()
-                server = None
-        if server is not None:
-            server.close()
-
-
-def announce(server: ControlStore, state: QuorumState) -> None:
-    """Have *server* introduce agents to *state*, whatever was gathered there."""
-    entry = server.get(quorum.QUORUM_KEY)
-    found = QuorumState.from_bytes(entry.value) if entry.version else None
-    if found != state:
-        if found is not None and found.number > state.number:
-            return  # agents that found nobody have begun another round
-        server.compare_and_set(quorum.QUORUM_KEY, state.to_bytes(), version=entry.version)
-    server.put(quorum.ALIVE_KEY, b"")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -377,13 +307,16 @@ class QuorumFormation:
 
 def form_quorum(
     server: ControlStore,
-    meeting: EndpointPlan,
     plan: QuorumPlan,
+    place: tuple[str, int],
+    job: tuple[str, str],
     *,
     address: str,
     wait: Callable[[float], object],
 ) -> QuorumHandle | str:
     """Return the quorum that the agents at *server* agree on, or why there is none.
+
+    *place* is the server's host and port, *job* its run's key and token, *address* this node's.
 
     Raises:
         ControlStoreError: The server does not answer.
@@ -391,12 +324,10 @@ def form_quorum(
     why = quorum.reason_against(plan.limits.nodes_max)
     if why:
         return why
-    token, run_key = meeting.token, meeting.run_key
+    run_key, token = job
 
     def introduction() -> TcpControlStore:
-        return TcpControlStore(
-            meeting.host, meeting.port, run_key=run_key, token=token, deadline_s=PROBE_TIMEOUT_S
-        )
+        return TcpControlStore(*place, run_key=run_key, token=token, deadline_s=PROBE_TIMEOUT_S)
 
     return QuorumFormation(
         server=server,

@@ -29,6 +29,7 @@ from support.postgres import (  # noqa: E402, F401 fixtures for every test
     postgres_url,
 )
 from support.quick_disk import quick_folder  # noqa: E402
+from support.store_urls import empty_store_url, store_url  # noqa: E402, F401 the same
 
 load_profile()
 

@@ -12,20 +12,14 @@ from gpuops.model import Status
 from gpuops.store.checks import check_samples
 from gpuops.store.engine import memory_store, open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries import node_queries, run_queries
 
 NODES, ROUNDS, ROUNDS_AN_HOUR = 20, 36, 12
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def store(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
-    with open_store(url, mode="write") as opened:
+@pytest.fixture
+def store(store_url):
+    with open_store(store_url, mode="write") as opened:
         yield opened
 
 

@@ -17,21 +17,10 @@ from gpuops.model import IncidentState, Side
 from gpuops.plan.failure_rate import FAILURES_VARIABLE, FailureRate
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 
 HOUR_US, DAY_US = 3_600_000_000, 86_400_000_000
 NOW_US = 1_800_000_000_000_000
 CLUSTER = "c1"
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        found = f"sqlite:///{tmp_path}/store.db"
-    else:
-        found = request.getfixturevalue("postgres_url")
-    upgrade_store(found)
-    return found
 
 
 def attempt(teller, run, ordinal, begin_us, hours, *, n_nodes, sides=(), ends=True):
@@ -48,16 +37,16 @@ def attempt(teller, run, ordinal, begin_us, hours, *, n_nodes, sides=(), ends=Tr
         teller.tell("incident.recorded", body.to_json(), **tell)
 
 
-def put(url, teller, cluster=CLUSTER):
-    with open_store(url, mode="write") as store, store.begin() as connection:
+def put(store_url, teller, cluster=CLUSTER):
+    with open_store(store_url, mode="write") as store, store.begin() as connection:
         ingest(connection, envelopes(teller.lines, cluster=cluster), NOW_US)
 
 
-def on_record(url, tmp_path):
-    return failures_on_record(url, CLUSTER, tmp_path, FakeClock(now_us=NOW_US))
+def on_record(store_url, tmp_path):
+    return failures_on_record(store_url, CLUSTER, tmp_path, FakeClock(now_us=NOW_US))
 
 
-def test_failures_and_node_hours_are_counted_beside_each_other(url, tmp_path):
+def test_failures_and_node_hours_are_counted_beside_each_other(store_url, tmp_path):
     teller = Teller()
     run, day = teller.run_id(), NOW_US - DAY_US
     attempt(teller, run, 0, day, 2, n_nodes=4, sides=[Side.INFRA, Side.AMBIGUOUS])
@@ -65,37 +54,37 @@ def test_failures_and_node_hours_are_counted_beside_each_other(url, tmp_path):
     attempt(teller, run, 2, day + 3 * HOUR_US, 5, n_nodes=4)
     body = node_incident(first_us=day)
     teller.tell("incident.recorded", body.to_json())  # of a node, not of a run
-    put(url, teller)
+    put(store_url, teller)
 
-    assert on_record(url, tmp_path) == FailureRate(1, 8 + 3 + 20)
+    assert on_record(store_url, tmp_path) == FailureRate(1, 8 + 3 + 20)
 
 
-def test_only_the_window_counts_and_only_this_cluster(url, tmp_path):
+def test_only_the_window_counts_and_only_this_cluster(store_url, tmp_path):
     teller, others = Teller(1), Teller(2)
     window = NOW_US - WINDOW_DAYS * DAY_US
     attempt(teller, teller.run_id(), 0, window - HOUR_US, 0.5, n_nodes=9, sides=[Side.INFRA])
     attempt(teller, teller.run_id(), 0, window - HOUR_US, 3, n_nodes=2, sides=[Side.EXTERNAL])
     attempt(teller, teller.run_id(), 0, NOW_US - HOUR_US, 8, n_nodes=2)
     attempt(others, others.run_id(), 0, NOW_US - HOUR_US, 1, n_nodes=9, sides=[Side.INFRA])
-    put(url, teller)
-    put(url, others, cluster="c2")
+    put(store_url, teller)
+    put(store_url, others, cluster="c2")
 
-    assert on_record(url, tmp_path) == FailureRate(1, 2 * 2 + 2 * 1)
+    assert on_record(store_url, tmp_path) == FailureRate(1, 2 * 2 + 2 * 1)
 
 
-def test_what_was_merged_into_another_and_what_never_ended_count_for_nothing(url, tmp_path):
+def test_what_was_merged_into_another_and_what_never_ended_count_for_nothing(store_url, tmp_path):
     teller = Teller(3)
     run = teller.run_id()
     attempt(teller, run, 0, NOW_US - HOUR_US, 0.5, n_nodes=2, ends=False)
     body = incident(run, 0, first_us=NOW_US - 1, state=IncidentState.MERGED, side=Side.INFRA)
     teller.tell("incident.recorded", body.to_json(), run_id=run, attempt=0)
-    put(url, teller)
+    put(store_url, teller)
 
-    assert on_record(url, tmp_path) == FailureRate(0, 0)
+    assert on_record(store_url, tmp_path) == FailureRate(0, 0)
 
 
-def test_an_empty_store_is_the_published_rate(url, tmp_path):
-    assert on_record(url, tmp_path).source == "published"
+def test_an_empty_store_is_the_published_rate(store_url, tmp_path):
+    assert on_record(store_url, tmp_path).source == "published"
 
 
 def told(record):

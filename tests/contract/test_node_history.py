@@ -16,19 +16,13 @@ from gpuops.store import schema
 from gpuops.store.checks import check_runs
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest, rebuild_projections
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import SpoolLineError
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def store(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
-    with open_store(url, mode="write") as opened:
+@pytest.fixture
+def store(store_url):
+    with open_store(store_url, mode="write") as opened:
         yield opened
 
 

@@ -8,7 +8,6 @@ from gpuops.host.node_state import FleetCount, Repair, Strikes
 from gpuops.model import Confidence, Entity, EntityKind
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries.node_queries import STRIKE_DAYS, fetch_node_records
 
 DAY_US = 86_400_000_000
@@ -61,14 +60,9 @@ class History:
         return fetch_node_records(self.url, cluster="c1", node=node, now_us=NOW_US)[0]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def history(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
-    return History(url)
+@pytest.fixture
+def history(store_url):
+    return History(store_url)
 
 
 def test_a_node_that_nobody_knows_has_nothing(history):

@@ -14,7 +14,6 @@ from gpuops.store.checks import check_runs
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
 from gpuops.store.fuse import CauseKind, FuseSettings
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.permits import DrainRequest, release_permits, request_permits
 from gpuops.store.queries import run_queries
 from gpuops.store.queries.node_queries import fetch_node_records
@@ -26,23 +25,13 @@ HARDWARE, SHARED, LIMIT = CauseKind
 pytestmark = [pytest.mark.quick_disk, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        found = f"sqlite:///{tmp_path}/store.db"
-    else:
-        found = request.getfixturevalue("postgres_url")
-    upgrade_store(found)
-    return found
-
-
 def wanted(check="gpu_count", kind=LIMIT, failure_class=FailureClass.GPU_MISSING):
     return DrainRequest(check=check, failure_class=failure_class, kind=kind)
 
 
-def ask_all(url, node, requests, *, minute=0, now_us=NOW_US, **changes):
+def ask_all(store_url, node, requests, *, minute=0, now_us=NOW_US, **changes):
     return request_permits(
-        url,
+        store_url,
         requests,
         node=node,
         cluster=changes.pop("cluster", "c1"),
@@ -52,20 +41,20 @@ def ask_all(url, node, requests, *, minute=0, now_us=NOW_US, **changes):
     )
 
 
-def ask(url, node, request=None, **changes):
-    return ask_all(url, node, [request or wanted()], **changes)[0]
+def ask(store_url, node, request=None, **changes):
+    return ask_all(store_url, node, [request or wanted()], **changes)[0]
 
 
-def granted(url, node, request=None, **changes):
-    return ask(url, node, request, **changes).granted
+def granted(store_url, node, request=None, **changes):
+    return ask(store_url, node, request, **changes).granted
 
 
-def incidents(url):
-    with open_store(url, mode="read") as store, store.begin() as connection:
+def incidents(store_url):
+    with open_store(store_url, mode="read") as store, store.begin() as connection:
         return run_queries.incidents(connection)
 
 
-def fleet_of(url, count, *, last_seen_us=NOW_US, uid=0):
+def fleet_of(store_url, count, *, last_seen_us=NOW_US, uid=0):
     """Have *count* nodes in the store that *uid* last checked then."""
     cluster_id = derived_id("cluster", "c1")
     rows = [
@@ -78,7 +67,7 @@ def fleet_of(url, count, *, last_seen_us=NOW_US, uid=0):
         }
         for n in range(count)
     ]
-    with open_store(url, mode="write") as store, store.begin() as connection:
+    with open_store(store_url, mode="write") as store, store.begin() as connection:
         connection.execute(insert(schema.clusters).values(id=cluster_id, name="c1"))
         connection.execute(insert(schema.nodes), rows)
         run = {
@@ -100,105 +89,105 @@ def fleet_of(url, count, *, last_seen_us=NOW_US, uid=0):
     # Of 100 nodes: the fuse trips above 3, and 10 may be drained while it is tripped.
     [(HARDWARE, 10), (SHARED, 3), (LIMIT, 3)],
 )
-def test_how_many_nodes_of_a_hundred_are_drained_for_one_check(url, kind, drained):
-    fleet_of(url, 100)
+def test_how_many_nodes_of_a_hundred_are_drained_for_one_check(store_url, kind, drained):
+    fleet_of(store_url, 100)
 
-    answers = [granted(url, f"f{n}", wanted(kind=kind), minute=n // 3) for n in range(15)]
+    answers = [granted(store_url, f"f{n}", wanted(kind=kind), minute=n // 3) for n in range(15)]
 
     assert answers == [True] * drained + [False] * (15 - drained)
 
 
-def test_nodes_that_only_a_user_has_checked_are_no_part_of_the_fleet(url):
+def test_nodes_that_only_a_user_has_checked_are_no_part_of_the_fleet(store_url):
     """One who invents nodes would raise the fuse and the cap."""
-    fleet_of(url, 250, uid=1000)
+    fleet_of(store_url, 250, uid=1000)
 
-    assert sum(granted(url, f"f{n}") for n in range(5)) == 3
-
-
-def test_nodes_that_were_not_seen_for_a_day_are_no_part_of_the_fleet(url):
-    fleet_of(url, 250, last_seen_us=NOW_US - 1441 * MINUTE_US)
-
-    assert sum(granted(url, f"f{n}") for n in range(5)) == 3
+    assert sum(granted(store_url, f"f{n}") for n in range(5)) == 3
 
 
-def test_a_node_that_was_granted_is_granted_again(url):
+def test_nodes_that_were_not_seen_for_a_day_are_no_part_of_the_fleet(store_url):
+    fleet_of(store_url, 250, last_seen_us=NOW_US - 1441 * MINUTE_US)
+
+    assert sum(granted(store_url, f"f{n}") for n in range(5)) == 3
+
+
+def test_a_node_that_was_granted_is_granted_again(store_url):
     for node in ("n1", "n2", "n3", "n4"):
-        ask(url, node)
+        ask(store_url, node)
 
-    assert granted(url, "n1", minute=1)
-    assert granted(url, "n2", minute=9)
+    assert granted(store_url, "n1", minute=1)
+    assert granted(store_url, "n2", minute=9)
 
 
-def test_checks_and_clusters_have_fuses_of_their_own(url):
+def test_checks_and_clusters_have_fuses_of_their_own(store_url):
     for node in ("n1", "n2", "n3", "n4"):
-        ask(url, node)
+        ask(store_url, node)
 
-    assert granted(url, "n4", wanted("gpu_xid"))
-    assert granted(url, "n4", cluster="c2")
-    assert not granted(url, "n4")
+    assert granted(store_url, "n4", wanted("gpu_xid"))
+    assert granted(store_url, "n4", cluster="c2")
+    assert not granted(store_url, "n4")
 
 
-def test_a_refused_node_counts_for_ten_minutes(url):
+def test_a_refused_node_counts_for_ten_minutes(store_url):
     for node in ("n1", "n2", "n3"):
-        ask(url, node, nodes=1)
-    release_permits(url, cluster="c1", node="n1", before_us=NOW_US + 1)
+        ask(store_url, node, nodes=1)
+    release_permits(store_url, cluster="c1", node="n1", before_us=NOW_US + 1)
 
     end_us = NOW_US + 10 * MINUTE_US
-    assert not granted(url, "n4", now_us=end_us - 1, nodes=2)
-    assert granted(url, "n5", now_us=end_us, nodes=2)
+    assert not granted(store_url, "n4", now_us=end_us - 1, nodes=2)
+    assert granted(store_url, "n5", now_us=end_us, nodes=2)
 
 
-def test_nodes_that_are_drained_count_until_they_are_back(url):
+def test_nodes_that_are_drained_count_until_they_are_back(store_url):
     """A wrong rule that fails a node every hour would else drain a cluster in a week."""
-    answers = [granted(url, f"n{n}", minute=60 * n) for n in range(5)]
+    answers = [granted(store_url, f"n{n}", minute=60 * n) for n in range(5)]
     assert answers == [True, True, True, False, False]
 
-    release_permits(url, cluster="c1", node="n2", before_us=NOW_US + 300 * MINUTE_US)
+    release_permits(store_url, cluster="c1", node="n2", before_us=NOW_US + 300 * MINUTE_US)
 
-    assert granted(url, "n6", minute=301)
-    assert not granted(url, "n7", minute=302)
+    assert granted(store_url, "n6", minute=301)
+    assert not granted(store_url, "n7", minute=302)
 
 
-def test_a_permit_without_a_health_check_counts_for_a_week(url):
+def test_a_permit_without_a_health_check_counts_for_a_week(store_url):
     for node in ("n1", "n2", "n3"):
-        ask(url, node)
+        ask(store_url, node)
 
-    assert not granted(url, "n4", minute=7 * 1440 - 1)
-    assert granted(url, "n5", minute=7 * 1440)
+    assert not granted(store_url, "n4", minute=7 * 1440 - 1)
+    assert granted(store_url, "n5", minute=7 * 1440)
 
 
-def test_nodes_that_were_refused_keep_the_fuse_tripped_while_they_fail(url):
+def test_nodes_that_were_refused_keep_the_fuse_tripped_while_they_fail(store_url):
     for minute in range(0, 30, 5):
         for node in ("n1", "n2", "n3", "n4", "n5", "n6"):
-            ask(url, node, minute=minute)
+            ask(store_url, node, minute=minute)
     for node in ("n1", "n2", "n3"):
-        release_permits(url, cluster="c1", node=node, before_us=NOW_US + 30 * MINUTE_US)
+        release_permits(store_url, cluster="c1", node=node, before_us=NOW_US + 30 * MINUTE_US)
 
-    assert not granted(url, "n7", minute=29)
+    assert not granted(store_url, "n7", minute=29)
 
 
-def test_a_clock_that_is_far_ahead_holds_nobody_up(url):
+def test_a_clock_that_is_far_ahead_holds_nobody_up(store_url):
     for node in ("n1", "n2", "n3"):
-        ask(url, node, minute=100_000)
+        ask(store_url, node, minute=100_000)
 
-    assert granted(url, "n4")
+    assert granted(store_url, "n4")
 
 
-def test_what_a_tripped_fuse_refuses_for_one_check_another_may_drain(url):
+def test_what_a_tripped_fuse_refuses_for_one_check_another_may_drain(store_url):
     for node in ("n1", "n2", "n3", "n4"):
-        ask(url, node)
+        ask(store_url, node)
 
-    permits = ask_all(url, "n5", [wanted(), wanted("gpu_clocks")], max_drained=4)
-    above = ask_all(url, "n6", [wanted(), wanted("gpu_clocks")], max_drained=4)
+    permits = ask_all(store_url, "n5", [wanted(), wanted("gpu_clocks")], max_drained=4)
+    above = ask_all(store_url, "n6", [wanted(), wanted("gpu_clocks")], max_drained=4)
 
     assert [permit.granted for permit in permits] == [False, True]
     assert [permit.granted for permit in above] == [False, False]
 
 
-def test_a_dead_file_server_does_not_drain_three_nodes_for_each_check_that_sees_it(url):
+def test_a_dead_file_server_does_not_drain_three_nodes_for_each_check_that_sees_it(store_url):
     checks = [wanted("mount_alive", SHARED), wanted("mount_writable", SHARED)]
 
-    answers = [ask_all(url, f"n{n}", checks, max_drained=100) for n in range(8)]
+    answers = [ask_all(store_url, f"n{n}", checks, max_drained=100) for n in range(8)]
 
     assert [answer[-1].granted for answer in answers] == [True] * 3 + [False] * 5
 
@@ -211,11 +200,11 @@ def test_a_dead_file_server_does_not_drain_three_nodes_for_each_check_that_sees_
         (HARDWARE, FailureClass.GPU_MISSING, "more faulty hardware than gate.max_drained"),
     ],
 )
-def test_a_tripped_fuse_is_one_incident_of_the_whole_cluster(url, kind, failure_class, title):
+def test_a_tripped_fuse_is_one_incident_of_the_whole_cluster(store_url, kind, failure_class, title):
     for node in ("n1", "n2", "n3", "n4", "n5", "n4"):
-        answer = ask(url, node, wanted(kind=kind), minute=1)
+        answer = ask(store_url, node, wanted(kind=kind), minute=1)
 
-    (found,) = incidents(url)
+    (found,) = incidents(store_url)
     assert found.failure_class is failure_class
     assert found.state is IncidentState.OPEN
     assert found.culprits == ()
@@ -224,25 +213,25 @@ def test_a_tripped_fuse_is_one_incident_of_the_whole_cluster(url, kind, failure_
     assert found.id[-8:] in answer.reason
 
 
-def test_a_fuse_that_trips_again_a_day_later_is_another_incident(url):
+def test_a_fuse_that_trips_again_a_day_later_is_another_incident(store_url):
     for minute in (0, 1440):
         for node in ("n1", "n2", "n3", "n4"):
-            ask(url, node, minute=minute)
+            ask(store_url, node, minute=minute)
 
-    assert len(incidents(url)) == 2
+    assert len(incidents(store_url)) == 2
 
 
-def test_of_many_nodes_at_once_three_are_granted(url):
+def test_of_many_nodes_at_once_three_are_granted(store_url):
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda n: granted(url, f"n{n}"), range(16)))
+        answers = list(pool.map(lambda n: granted(store_url, f"n{n}"), range(16)))
 
     assert sum(answers) == 3
-    assert len(incidents(url)) == 1
+    assert len(incidents(store_url)) == 1
 
 
-def test_of_many_nodes_at_once_hardware_faults_drain_no_more_than_the_cap(url):
+def test_of_many_nodes_at_once_hardware_faults_drain_no_more_than_the_cap(store_url):
     def one(n):
-        return granted(url, f"n{n}", wanted(kind=HARDWARE), max_drained=7)
+        return granted(store_url, f"n{n}", wanted(kind=HARDWARE), max_drained=7)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, range(20)))
@@ -250,13 +239,13 @@ def test_of_many_nodes_at_once_hardware_faults_drain_no_more_than_the_cap(url):
     assert sum(answers) == 7
 
 
-def test_the_fleets_count_is_told_to_each_node(url):
-    fleet_of(url, 5)
+def test_the_fleets_count_is_told_to_each_node(store_url):
+    fleet_of(store_url, 5)
     for node in ("f1", "f2"):
-        ask(url, node)
+        ask(store_url, node)
 
     def records(node):
-        return fetch_node_records(url, cluster="c1", node=node, now_us=NOW_US)
+        return fetch_node_records(store_url, cluster="c1", node=node, now_us=NOW_US)
 
     assert (records("f0").fleet.seen, records("f0").fleet.drained) == (5, 2)
     assert records("f1").fleet.drained == 1
@@ -270,9 +259,9 @@ def test_a_store_that_cannot_be_used_is_an_error(tmp_path):
         ask(f"sqlite:///{tmp_path}/file/store.db", "n1")
 
 
-def test_the_simulated_store_of_the_benchmark_answers_as_a_store_does(url):
+def test_the_simulated_store_of_the_benchmark_answers_as_a_store_does(store_url):
     """`bench_fuse` measures with `MemoryPermits`: they are worth as much as this test."""
-    fleet_of(url, 100)
+    fleet_of(store_url, 100)
     rng, settings = random.Random(5), FuseSettings(max_drained=8)
     memory, now_s = MemoryPermits(100, settings), NOW_US // 1_000_000
     checks = {"a": HARDWARE, "b": SHARED, "c": SHARED, "d": LIMIT}
@@ -280,10 +269,10 @@ def test_the_simulated_store_of_the_benchmark_answers_as_a_store_does(url):
         now_s += rng.choice((1, 60, 500))
         node, names = f"f{rng.randrange(20)}", rng.sample(sorted(checks), rng.randint(1, 3))
         if rng.random() < 0.1:
-            release_permits(url, cluster="c1", node=node, before_us=(now_s + 1) * 1_000_000)
+            release_permits(store_url, cluster="c1", node=node, before_us=(now_s + 1) * 1_000_000)
             memory.release(node)
             continue
         requests = [wanted(name, checks[name]) for name in names]
-        permits = ask_all(url, node, requests, now_us=now_s * 1_000_000, max_drained=8)
+        permits = ask_all(store_url, node, requests, now_us=now_s * 1_000_000, max_drained=8)
         answers = memory.request(node, [(name, checks[name]) for name in names], now_s)
         assert [permit.granted for permit in permits] == answers

@@ -23,7 +23,6 @@ from gpuops.store import schema
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.ingest.envelope import EventEnvelope
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.prune import Retention, count_prunable, prune
 from gpuops.store.queries import node_queries, run_queries
 from gpuops.store.schema import metadata
@@ -33,19 +32,9 @@ DAY_US = 86_400 * 10**6
 ROUNDS = 40
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        found = f"sqlite:///{tmp_path}/store.db"
-    else:
-        found = request.getfixturevalue("postgres_url")
-    upgrade_store(found)
-    return found
-
-
 @pytest.fixture
-def store(url):
-    with open_store(url, mode="write") as opened:
+def store(store_url):
+    with open_store(store_url, mode="write") as opened:
         yield opened
 
 
@@ -175,7 +164,7 @@ def test_zero_days_keep_for_ever(store):
     assert prune(store, forever, START_US + 9999 * DAY_US) == {}
 
 
-def test_between_its_steps_others_write(url, store):
+def test_between_its_steps_others_write(store_url, store):
     """No transaction is open while it pauses, so that not even SQLite makes anyone wait."""
     last_us = checked(store)
     lines = iter(envelopes(story(2)))
@@ -183,7 +172,10 @@ def test_between_its_steps_others_write(url, store):
 
     def pause(seconds):
         waits_s.append(seconds)
-        with open_store(url, mode="write", deadline_s=5) as other, other.begin() as connection:
+        with (
+            open_store(store_url, mode="write", deadline_s=5) as other,
+            other.begin() as connection,
+        ):
             written.append(ingest(connection, [next(lines)], 1).new)
 
     retention = Retention(events_days=0, samples_days=0, progress_days=0, checks_days=1)

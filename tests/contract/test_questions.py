@@ -11,7 +11,6 @@ from support.stories import Teller, envelopes, node_incident
 from gpuops.model import Entity, EntityKind, FailureClass, IncidentState, Side
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 from gpuops.store.queries import node_queries
 
 DAY_US = 86_400 * 10**6
@@ -21,16 +20,11 @@ QUERIES = re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)
 NAMES = ("mttf", "lemons", "every_slot", "drained", "noisiest", "not_checked")
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def store(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
-    with open_store(url, mode="write") as opened, opened.begin() as connection:
+@pytest.fixture
+def store(store_url):
+    with open_store(store_url, mode="write") as opened, opened.begin() as connection:
         ingest(connection, envelopes(Fleet().lines), 1)
-    with open_store(url, mode="read") as opened:
+    with open_store(store_url, mode="read") as opened:
         yield opened
 
 

@@ -13,7 +13,6 @@ from gpuops.host.clock import FakeClock
 from gpuops.slurm.scontrol import SlurmNode
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 
 S = 1_000_000
 HOUR_US = 3600 * S
@@ -51,22 +50,17 @@ class Slurm:
         return [(item.node, item.drained, item.actor) for item in found.changes]
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def slurm(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
+@pytest.fixture
+def slurm(store_url):
     teller = Teller()
     for name in ("n1", "n2", "n3"):
         teller.tell("node.seen", {"boot_us": 1}, node=name)
     others = Teller(1)
     others.tell("node.drained", {"reason": "of another cluster", "actor": "bob"}, node="n3")
-    with open_store(url, mode="write") as store, store.begin() as connection:
+    with open_store(store_url, mode="write") as store, store.begin() as connection:
         ingest(connection, envelopes(teller.lines, cluster="c1"), 1)
         ingest(connection, envelopes(others.lines, cluster="c2"), 1)
-    return Slurm(url)
+    return Slurm(store_url)
 
 
 def rows(slurm, query):

@@ -20,16 +20,8 @@ from gpuops.store.queries import run_queries
 from gpuops.store.spool.format import SpoolLineError
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def store_url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/store.db"
-    return request.getfixturevalue("postgres_url")
-
-
 @pytest.fixture
 def store(store_url):
-    upgrade_store(store_url)
     with open_store(store_url, mode="write") as opened:
         yield opened
 

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from benchmarks.run_all import machine
 from support import mortal_ranks
 from support.keeper_ranks import until
 from support.mortal_ranks import COPIES, PHASES, SEALED, Board, lines_of
+from support.soak_result import keep_soak
 
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.process import start_or_adopt
@@ -348,18 +348,14 @@ def test_soak_two_hundred_random_kills(tmp_path):
     random.Random(seed).shuffle(acts)
     begun_s = time.monotonic()
     kills = stormed(tmp_path, seed, acts)
-    if out := os.environ.get("SOAK_OUT"):
-        body = {
-            "command": f"SOAK_SEED={seed} SOAK_KILLS={n_kills} SOAK_OUT=FILE {COMMAND}",
-            "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-            "machine": machine(),
-            "what": f"{WORLD} ranks of {4 * N_FLOATS} bytes over a real keeper, killed at random",
-            "seed": seed,
-            "minutes": round((time.monotonic() - begun_s) / 60, 1),
-            "persist_every_s": PERSIST_EVERY_S,
-            **summary(kills),
-        }
-        Path(out).write_text(json.dumps(body, indent=2) + "\n")
+    result = {
+        "machine": machine(),
+        "what": f"{WORLD} ranks of {4 * N_FLOATS} bytes over a real keeper, killed at random",
+        "persist_every_s": PERSIST_EVERY_S,
+        **summary(kills),
+    }
+    command = f"SOAK_SEED={seed} SOAK_KILLS={n_kills} SOAK_OUT=FILE {COMMAND}"
+    keep_soak(result, command=command, seed=seed, began_s=begun_s)
 
 
 def summary(kills):

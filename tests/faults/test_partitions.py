@@ -10,8 +10,6 @@ import os
 import random
 import time
 from collections import defaultdict
-from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from support.cluster_run import ClusterRun
@@ -19,6 +17,7 @@ from support.etcd import find_etcd
 from support.hosts import Hosts
 from support.ledger import in_one_row, overlaps
 from support.runs import wait_until
+from support.soak_result import keep_soak
 
 from gpuops.errors import EXIT_REQUEUE
 from gpuops.host.procfs import process
@@ -243,14 +242,10 @@ def test_two_hundred_partitions_of_five_hosts(tmp_path, nnodes):
     n_rounds = int(os.environ.get("SOAK_ROUNDS", "100"))
     began_s = time.monotonic()
     result = partitioned(tmp_path, seed, n_rounds, nnodes)
-    if out := os.environ.get("SOAK_OUT"):
-        body = {
-            "command": f"SOAK_SEED={seed} SOAK_ROUNDS={n_rounds} make soak (--nnodes={nnodes})",
-            "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-            "seed": seed,
-            "minutes": round((time.monotonic() - began_s) / 60, 1),
-            **result,
-        }
-        path = Path(out)
-        path = path.with_stem(f"{path.stem}_{nnodes.replace(':', '_')}")
-        path.write_text(json.dumps(body, indent=2) + "\n")
+    keep_soak(
+        result,
+        command=f"SOAK_SEED={seed} SOAK_ROUNDS={n_rounds} make soak (--nnodes={nnodes})",
+        seed=seed,
+        began_s=began_s,
+        name=nnodes.replace(":", "_"),
+    )

@@ -6,13 +6,10 @@ same time, no worker is left behind, and every generation that ended has its inc
 """
 
 import contextlib
-import json
 import os
 import random
 import signal
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from support.cluster_run import ClusterRun, postgres_endpoint
@@ -20,6 +17,7 @@ from support.etcd import find_etcd
 from support.hosts import Hosts
 from support.postgres import running_server
 from support.runs import is_alive, wait_until
+from support.soak_result import keep_soak
 
 from gpuops.host.procfs import process
 
@@ -285,16 +283,12 @@ def test_a_few_random_faults_over_four_hosts(tmp_path, storms, seed):
 def test_a_hundred_random_faults_over_four_hosts(tmp_path, request, storms):
     seed = int(os.environ.get("SOAK_SEED", "20261121"))
     n_faults = int(os.environ.get("SOAK_FAULTS", "100"))
-    began = time.monotonic()
-    result = blown(storms, tmp_path, seed, n_faults)
-    if out := os.environ.get("SOAK_OUT"):
-        name = request.node.callspec.id
-        body = {
-            "command": f"SOAK_SEED={seed} SOAK_FAULTS={n_faults} make soak ({name})",
-            "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-            "seed": seed,
-            "minutes": round((time.monotonic() - began) / 60, 1),
-            **result,
-        }
-        path = Path(out)
-        path.with_stem(f"{path.stem}_{name}").write_text(json.dumps(body, indent=2) + "\n")
+    began_s = time.monotonic()
+    name = request.node.callspec.id
+    keep_soak(
+        blown(storms, tmp_path, seed, n_faults),
+        command=f"SOAK_SEED={seed} SOAK_FAULTS={n_faults} make soak ({name})",
+        seed=seed,
+        began_s=began_s,
+        name=name,
+    )

@@ -29,11 +29,9 @@ from gpuops.store.spool.record import spool_recorder
 from gpuops.store.spool.send import flush
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/store.db"
-    return request.getfixturevalue("postgres_url")
+@pytest.fixture
+def url(empty_store_url):
+    return empty_store_url
 
 
 def filled(url):

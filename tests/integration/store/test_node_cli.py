@@ -16,7 +16,6 @@ from gpuops.host.clock import SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
-from gpuops.store.migrate import upgrade_store
 
 ROOT = Path(__file__).parents[3]
 NOW_US = SystemClock().now_us()
@@ -83,14 +82,9 @@ class Site:
         self.tell(teller.lines)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def site(request, tmp_path):
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path}/store.db"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    upgrade_store(url)
-    return Site(tmp_path, url)
+@pytest.fixture
+def site(tmp_path, store_url):
+    return Site(tmp_path, store_url)
 
 
 def test_a_nodes_history_has_everything_that_is_on_record(site):

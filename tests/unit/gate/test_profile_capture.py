@@ -11,7 +11,8 @@ from support.gpus import eight, gpu, node, part
 from gpuops.checks import check_named
 from gpuops.checks.core.profile import Profile
 from gpuops.checks.core.profile_files import fits, parse_profile
-from gpuops.gate.profile_capture import ROWS, profile_text
+from gpuops.gate.profile_capture import profile_text
+from gpuops.gate.profile_rows import ROWS
 from gpuops.host.infiniband import Port, RdmaPorts
 from gpuops.host.kernel_state import Modules
 from gpuops.host.net.interfaces import read_interfaces

@@ -111,6 +111,17 @@ def test_a_quorum_outlives_a_member_and_the_server(introduce):
         assert not folder.exists()
 
 
+def test_a_member_has_the_certificates_of_its_agent(introduce, tmp_path, monkeypatch):
+    """Each of them takes four processes to make."""
+    calls, openssl = tmp_path / "calls", tmp_path / "openssl"
+    openssl.write_text(f'#!/bin/sh\necho >> {calls}\nexec {shutil.which("openssl")} "$@"\n')
+    openssl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with server() as process:
+        left(introduce(process.port, 3))
+    assert len(calls.read_text().splitlines()) == 3 * 4
+
+
 def test_members_end_with_the_run(introduce):
     with server() as process:
         handles = introduce(process.port, 3)

@@ -18,6 +18,7 @@ from gpuops.host.net.job_proof import derived
 from gpuops.host.process.command import run_bounded
 
 OPENSSL_TIMEOUT_S = 20.0
+_FILES = ("cacert", "cert", "key")
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 # RFC 5915: a sequence of version 1, the 32 bytes of the private key, the curve P-256.
 _KEY_HEAD = bytes.fromhex("30310201010420")
@@ -73,7 +74,7 @@ def write_credentials(folder: Path, token: str, address: str) -> dict[str, str]:
     openssl = shutil.which("openssl")
     if openssl is None:
         raise ControlStoreError("openssl is not installed: it makes the certificates of etcd")
-    files = {name: str(folder / f"{name}.pem") for name in ("cacert", "cert", "key")}
+    files = {name: str(folder / f"{name}.pem") for name in _FILES}
     config, request = folder / "openssl.cnf", str(folder / "request.pem")
     try:
         with os.fdopen(os.open(files["key"], os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
@@ -92,6 +93,15 @@ def write_credentials(folder: Path, token: str, address: str) -> dict[str, str]:
         sign = ["ca", "-batch", "-notext", *issuer, "-keyfile", files["key"], *with_config]
         _run([openssl, *sign, "-extensions", name, "-in", request, "-out", out], env)
     return files
+
+
+def copy_credentials(source: Path, folder: Path) -> dict[str, str]:
+    """Copy what `write_credentials` wrote into *source* to *folder*; return the files there.
+
+    Raises:
+        OSError: They are not there, or cannot be written.
+    """
+    return {name: str(shutil.copy(source / f"{name}.pem", folder)) for name in _FILES}
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> None:

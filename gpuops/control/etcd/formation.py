@@ -291,7 +291,7 @@ class QuorumFormation:
         argv += ["--name", me.agent, "--address", me.address]
         argv += ["--client-port", str(me.client_port), "--peer-port", str(me.peer_port)]
         argv += ["--cluster", state.cluster, "--cluster-token", state.members[0].agent]
-        argv += ["--run-key", self._key(state)]
+        argv += ["--run-key", self._key(state), "--credentials", str(self.folder)]
         for sock in self._sockets:
             sock.close()
         try:

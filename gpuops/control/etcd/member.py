@@ -1,9 +1,9 @@
 """``python -m gpuops.control.etcd.member``: one etcd of a run, which ends with the run.
 
-It makes its certificates, starts ``etcd`` and prints one line, ``ready`` or ``failed WHY``. Like
-the server of `gpuops.control.tcp.serve` it outlives the agent that started it. It ends, with its
-etcd and all that it wrote, when the run was cleaned up, or when no agent has written for the lease,
-or when it was so long without a majority.
+It copies its agent's certificates, starts ``etcd`` and prints one line, ``ready`` or
+``failed WHY``. Like the server of `gpuops.control.tcp.serve` it outlives the agent that started it.
+It ends, with its etcd and all that it wrote, when the run was cleaned up, or when no agent has
+written for the lease, or when it was so long without a majority.
 
 The data lie in memory (``/dev/shm``), because an election follows each disk that is slow to sync.
 A member that is lost is never started again, so that none comes back without what it has agreed to.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gpuops.config.resolve import environ
 from gpuops.control.etcd.address import SCHEME, EtcdAddress
-from gpuops.control.etcd.credentials import write_credentials
+from gpuops.control.etcd.credentials import copy_credentials, write_credentials
 from gpuops.control.etcd.folders import locked_folder, own_folders
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import (
@@ -108,7 +108,7 @@ def request_end(name: str) -> None:
 
 def _serve(options: argparse.Namespace, token: str, folder: Path) -> int:
     try:
-        files = write_credentials(folder, token, options.address)
+        files = copy_credentials(options.credentials, folder)
         etcd = _start(etcd_command(options, folder, files), folder)
         _check_runs(etcd, folder)
     except (ControlStoreError, OSError) as exc:
@@ -130,6 +130,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--client-port", type=int, required=True)
     parser.add_argument("--peer-port", type=int, required=True)
+    parser.add_argument("--credentials", type=Path, required=True)
     parser.add_argument("--lease", type=float, default=LEASE_S)
     return parser.parse_args(argv)
 

@@ -120,7 +120,9 @@ def test_a_call_that_fails_is_told_and_leaves_what_was_there(victim, scenario, e
         if row["code"] == REFUSED:
             assert os.strerror(error) in row["said"], row
             assert "cannot" in row["said"]
-    assert sum(row["code"] == REFUSED for row in rows) >= len(rows) // 3
+    # A state is deleted once it has its new name; what fails after that is left to the next writer.
+    n_refused_min = 2 if scenario == "delete" else len(rows) // 3
+    assert sum(row["code"] == REFUSED for row in rows) >= n_refused_min
 
 
 @cc

@@ -39,7 +39,7 @@ import itertools, os, time
 import gpuops
 for step in itertools.count(1):
     gpuops.progress(step)
-    if step == 20:
+    if step == 60:  # for some seconds, so that the agents know the pace
         print("under way", flush=True)
     if gpuops.should_stop():
         print(f"rank {os.environ['RANK']} stops after {step}", flush=True)

@@ -92,7 +92,8 @@ class Machine:
 
     def __exit__(self, *_):
         self._stack.close()
-        shutil.rmtree(self.base)
+        # A busy machine may still be writing a record, in a process of its own.
+        shutil.rmtree(self.base, ignore_errors=True)
 
     @property
     def options(self):

@@ -194,14 +194,14 @@ def _reject_second_agent(
             continue
         if other.node == own_member.node and other.agent != own_member.agent:
             duplicates.append(other)
-    beats = {other: store.get(keys.heartbeat(other.agent)).version for other in duplicates}
+    beats = [(other, store.get(keys.heartbeat(other.agent)).version) for other in duplicates]
     # The store removes the heartbeat of a killed agent: there is nobody to wait for.
-    versions = {other: version for other, version in beats.items() if version}
-    if not versions:
+    beats = [(other, version) for other, version in beats if version]
+    if not beats:
         return
     began_ns = clock.mono_ns()
     wait(LIVENESS_CHECK_S)
-    for other, version in versions.items():
+    for other, version in beats:
         entry = store.get(keys.heartbeat(other.agent))
         is_here = other.address == own_member.address
         if entry.version > version and not (is_here and _is_late(entry, began_ns)):

@@ -51,7 +51,6 @@ _SMOOTH = 0.25
 _MISSED_IN_ROW_MAX = 4
 _LAYOUTS_MAX = 64
 _PIN_OWNER = "vote"
-_LENGTH_BYTES = 8
 
 
 class StateSampler:

@@ -93,8 +93,7 @@ def test_deepspeeds_launcher_and_engine(tmp_path, stage):
         recovered(run, 2, limit_s=900)  # the first one compiles
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
+each_trainer = pytest.mark.parametrize(
     ("kind", "modules"),
     [
         ("huggingface", ["transformers"]),
@@ -102,6 +101,10 @@ def test_deepspeeds_launcher_and_engine(tmp_path, stage):
         ("trl", ["trl", "datasets"]),
     ],
 )
+
+
+@pytest.mark.soak
+@each_trainer
 def test_trainers_with_our_callbacks(tmp_path, kind, modules):
     for module in modules:
         pytest.importorskip(module, reason=f"{module} is not installed")
@@ -113,14 +116,7 @@ def test_trainers_with_our_callbacks(tmp_path, kind, modules):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("kind", "modules"),
-    [
-        ("huggingface", ["transformers"]),
-        ("lightning", ["lightning", "torchdata"]),
-        ("trl", ["trl", "datasets"]),
-    ],
-)
+@each_trainer
 def test_a_drained_trainer_goes_on_after_its_last_step(tmp_path, kind, modules):
     """Nothing is saved but that step, and the script ends with 0, as if it were done."""
     for module in modules:

@@ -34,17 +34,13 @@ OpenStore = Callable[[str], CheckpointStore]
 
 @dataclass(frozen=True, slots=True)
 class PersistTask:
-    """One state to be written; ``session`` is the session where other nodes write shards, too.
-
-    ``is_final``: no other node may be left to commit it, so the last writer does.
-    """
+    """One state to be written; ``session`` is the session where other nodes write shards, too."""
 
     state: StateId
     shards: Mapping[Shard, MemoryShard]
     policy: CheckpointPolicy
     origin: StateOrigin
     session: str | None = None
-    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +86,12 @@ def run_persist(
         store.sweep()
     except CheckpointError as exc:
         warning = str(exc)
-    if task.session is None:
-        persisted = persist(store, task.state, sources, origin=task.origin, throttle=throttle)
-    else:
-        persisted = persist_node_shards(
+    if task.session is not None:
+        written = persist_node_shards(
             store, task.state, sources, session=task.session, throttle=throttle
         )
-        world = next(iter(task.shards)).world
-        is_complete = task.is_final and commit_node_shards(
-            store, task.state, world, session=task.session, origin=task.origin
-        )
-        if not is_complete:
-            return PersistOutcome(persisted, is_complete=False, warning=warning)
+        return PersistOutcome(written, is_complete=False, warning=warning)
+    persisted = persist(store, task.state, sources, origin=task.origin, throttle=throttle)
     pruned, why = _prune_old(store, task.policy, task.state)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
 
@@ -329,7 +319,7 @@ class Persister:
         table.pin(state, _PIN)
         session = None if table.is_single_node else self.origin.job
         shards = self.memory.complete_shards(state)
-        task = PersistTask(state, shards, policy, self.origin, session, is_final=self.is_flushing)
+        task = PersistTask(state, shards, policy, self.origin, session)
         self.schedule.on_start(state, self.clock_s())
         run_task(self._run_persist(task))
 

@@ -6,6 +6,7 @@ with kernel timeouts, because a thread that receives a whole slice in one system
 interpreter to the other connections meanwhile.
 """
 
+import errno
 import ipaddress
 import os
 import socket
@@ -107,7 +108,8 @@ class TransferConnection:
         self._rate: float | None = None
         self._receive_s = 0.0
         sock.settimeout(None)
-        self._is_local = sock.getsockname()[0] == sock.getpeername()[0]
+        ends = _addresses(sock)
+        self._is_local = ends[0] == ends[1]
         self._is_tagged = is_on_network(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _packed_s(_SEND_RECHECK_S))
         configure_socket(sock)
@@ -351,8 +353,23 @@ def is_on_network(sock: socket.socket) -> bool:
     The hashes of a digest are for accidents: other bytes with the same xxh3 are made in
     microseconds. A tag costs each side a BLAKE3 of the chunk, 0.1 s of a core for 1 GB.
     """
-    ends = (sock.getsockname()[0], sock.getpeername()[0])
-    return not all(ipaddress.ip_address(end.partition("%")[0]).is_loopback for end in ends)
+    return not all(
+        ipaddress.ip_address(end.partition("%")[0]).is_loopback for end in _addresses(sock)
+    )
+
+
+def _addresses(sock: socket.socket) -> tuple[str, str]:
+    """Return the addresses of this side and of the other.
+
+    Raises:
+        ConnectionResetError: The other side has reset the connection already.
+    """
+    try:
+        return sock.getsockname()[0], sock.getpeername()[0]
+    except OSError as exc:
+        if exc.errno != errno.ENOTCONN:
+            raise
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from exc
 
 
 def _slice_of(image: SendableImage, offset: int, nbytes: int) -> memoryview:

@@ -224,6 +224,14 @@ class ControlClient:
         key = self.keys.report(report.generation, agent)
         self.store.compare_and_set(key, pack(report.to_json()), version=0)
 
+    def mark_settled(self, generation: int) -> None:
+        """Say that this agent has nothing more to do for *generation*, its last state included.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+        """
+        self.store.put(self.keys.settled(generation, self.me.agent), b"1")
+
     def send_heartbeat(self, payload: Json, hold_s: float) -> None:
         """Send a heartbeat with *payload*, and read the record if it changes within *hold_s*.
 

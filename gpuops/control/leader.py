@@ -298,6 +298,9 @@ class Leader:
             closed=membership.closed_agents(agents, now_ns)
             if record.phase in {RunPhase.RUN, RunPhase.COLLECT}
             else frozenset(),
+            settled=membership.read_settled(record.generation)
+            if record.phase is RunPhase.DRAIN
+            else frozenset(),
         )
         if record.phase is RunPhase.RENDEZVOUS:
             return self._observe_ready(seen, now_ns)

@@ -326,6 +326,15 @@ class MembershipView:
             m for m in members if self._liveness.status_of(m.agent, now_ns) is not Liveness.DEAD
         ]
 
+    def read_settled(self, generation: int) -> frozenset[str]:
+        """Return the agents that have nothing more to do for *generation*.
+
+        Raises:
+            ControlStoreError: See `ControlStore`.
+        """
+        keys = self._store.list(self._keys.settled(generation))
+        return frozenset(key.rpartition("/")[2] for key in keys)
+
     def read_reports(self, generation: int) -> dict[str, NodeReport]:
         """Return the reports on *generation* by agent, in order of arrival.
 

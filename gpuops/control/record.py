@@ -444,6 +444,9 @@ class ControlKeys:
     def report(self, generation: int, agent: str = "") -> str:
         return f"{self.generation(generation)}report/{agent}"
 
+    def settled(self, generation: int, agent: str = "") -> str:
+        return f"{self.generation(generation)}settled/{agent}"
+
 
 log = logging.getLogger(__name__)
 

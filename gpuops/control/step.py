@@ -89,6 +89,7 @@ class Observation:
         liveness: What the leader thinks of each agent of the roster.
         silence_s: For how long each has sent no heartbeat; infinite where its heartbeat is gone.
         closed: Those whose connection was closed, so that the store removed their heartbeat.
+        settled: In a drain, those that have persisted their last state, or have given it up.
         phase_s: For how long the record has been in its phase.
         workers_ended_s: How long ago the last generation's workers were asked to end.
         enough_s: For how long there has been a candidate.
@@ -116,6 +117,7 @@ class Observation:
     checkpoint_step: int | None = None
     has_saved: bool = False
     closed: frozenset[str] = frozenset()
+    settled: frozenset[str] = frozenset()
 
     @property
     def trains(self) -> Roster | None:
@@ -414,11 +416,13 @@ def _stop_if_too_late(seen: Observation, policy: LeaderPolicy, by: str) -> Chang
 
 
 def _while_draining(seen: Observation, by: str) -> Change | None:
-    if seen.trains is not None and any(
-        seen.liveness[member.agent] is not Liveness.DEAD for member in seen.missing
-    ):
-        return None
     members = () if seen.trains is None else seen.trains.members
+    living = {m.agent for m in members if seen.liveness[m.agent] is not Liveness.DEAD}
+    if living.intersection(member.agent for member in seen.missing):
+        return None
+    # The nodes agree on their last state in this phase. Without one of them there is none to come.
+    if len(living) == len(members) and not living <= seen.settled:
+        return None
     reports = [seen.reports.get(member.agent) for member in members]
     if members and all(found is not None and found.kind is ReportKind.DONE for found in reports):
         return _stopping(seen, EXIT_OK, _ALL_DONE, by)

@@ -140,6 +140,8 @@ class Player:
         self.closed_ns = None  # since when it has no connection
         self.ends_in_s = 0.0  # what its workers take to end when they are asked to
         self.drains = False
+        self.saves_s = 0.0  # what its last state takes to persist in a drain
+        self.settled_ns = None  # when it has
         self.unsaid = None  # a trigger, if any, and a report that are not on the board yet
         self.ending = None  # what to report, and when the workers are gone
         self.done = False
@@ -215,8 +217,8 @@ class Player:
             self.exit_code = EXIT_NODE_UNHEALTHY
         elif self.running is not None:
             self._supervise(record)
-        elif record.generation > self.left:
-            self._take_a_seat(record)
+        else:
+            self._without_workers(record)
 
     def _after_fence(self):
         self.left = max(self.left, self.seated)
@@ -233,6 +235,19 @@ class Player:
             self._collect(report.generation, trigger)
         self.link.file_report(report)
         self.unsaid = None
+
+    def _without_workers(self, record):
+        if record.generation > self.left:
+            self._take_a_seat(record)
+        elif record.phase is RunPhase.DRAIN:
+            self._settle(record)
+
+    def _settle(self, record):
+        now_ns = self.world.clock.mono_ns()
+        if self.settled_ns is None:
+            self.settled_ns = now_ns + round(self.saves_s * 1e9)
+        if now_ns >= self.settled_ns:
+            self.link.mark_settled(record.generation)
 
     def _supervise(self, record):
         if record.generation > self.running or record.phase in {

@@ -254,6 +254,7 @@ class KeeperSupervisor(CheckpointService):
         assert self._keeper is not None
         client, began_ns = self._keeper.client, self._clock.mono_ns()
         if self._final_commit is not None and self._final_commit.follower.is_on:
+            self._final_commit.follower.is_over = True
             done = self._final_commit.persist(within_s)
             if done is not None:
                 return done

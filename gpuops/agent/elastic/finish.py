@@ -76,6 +76,7 @@ class AttemptFinish:
         self._evidence: tuple[Evidence, ...] = ()
         self._hang_here: NodeReport | None = None
         self._drain_ns: int | None = None
+        self._is_settled = self._is_marked = False
 
     def drain_within(self, grace_s: float) -> None:
         """Note that the run drains, and that all of it has to be over after *grace_s*."""
@@ -311,6 +312,8 @@ class AttemptFinish:
 
     def await_decision(self) -> ControlRecord:
         """Return the record once it is decided what comes after this generation."""
+        self._is_settled = True
+        self._try_again()
         record = self._wait(
             lambda now: now.generation > self._attempt.generation or now.phase is RunPhase.STOP
         )
@@ -348,6 +351,10 @@ class AttemptFinish:
             if self._trigger is not None:
                 control.update_record(self._gathering)
                 self._trigger = None
+            drains = control.record.phase is RunPhase.DRAIN
+            if self._is_settled and drains and not self._is_marked:
+                control.mark_settled(self._attempt.generation)
+                self._is_marked = True
         except ControlStoreError as exc:
             log.debug("not in the control store yet: %s", exc)
 

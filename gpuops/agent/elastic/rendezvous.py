@@ -182,6 +182,7 @@ class ControlRendezvous(RendezvousHandler):
         )
         try:
             self._control.file_report(report)
+            self._control.mark_settled(generation)
         except ControlStoreError as exc:
             log.debug("the control store does not accept it: %s", exc)
             return

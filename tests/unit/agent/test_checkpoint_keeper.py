@@ -378,6 +378,7 @@ def test_at_the_end_what_was_saved_last_is_agreed_on_before_it_is_persisted(how)
     getattr(bench.keeping, how)(60.0)
 
     assert agreement.persisted == StateId(0, 12)
+    assert agreement.is_over  # who lacks it now never has it: the others do not wait
 
 
 def test_what_cannot_be_written_here_is_not_waited_for_until_the_time_is_up():

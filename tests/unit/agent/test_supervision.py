@@ -642,6 +642,25 @@ def test_workers_that_take_all_of_the_grace_leave_a_second_for_the_last_save(nod
     assert flushed["fitted"]
 
 
+def test_the_run_drains_until_the_last_state_has_persisted(node):
+    kept, phases = Kept(node), []
+    kept.keeper.commit(7)
+    kept.keeper.flush_may_go_on.clear()
+
+    def look():
+        if kept.keeper.flushing.is_set():
+            node.agent.run_once()
+            phases.append(node.agent.control.record.phase)
+            if len(phases) == 20:
+                kept.keeper.flush_may_go_on.set()
+
+    node.agent.while_waiting = [look] * 1000
+    over(node.then(notice(node)).watch())
+
+    assert len(phases) >= 20
+    assert set(phases[:20]) == {RunPhase.DRAIN}
+
+
 def test_a_second_signal_ends_the_wait_for_the_last_save(node):
     kept = Kept(node)
     kept.keeper.commit(7)

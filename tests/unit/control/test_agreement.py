@@ -513,6 +513,19 @@ def test_a_drain_ends_with_85_once_all_have_stopped():
     world.run_until(lambda w: {p.exit_code for p in w.players} == {85})
 
 
+def test_a_drain_goes_on_until_the_last_state_of_every_node_has_persisted_or_one_dies():
+    for dies in (False, True):
+        world = started(2, 2, 2)
+        world.players[0].saves_s = 30.0
+        world.players[1].drains = True
+        world.run_until(lambda w: w.players[1].left == 0)
+        began_ns = world.clock.mono_ns()
+        world.players[1].is_dead = dies
+        world.run_until(lambda w: w.players[0].exit_code == 85, limit_s=40)
+
+        assert (world.clock.mono_ns() - began_ns > 29e9) is not dies
+
+
 def test_too_few_nodes_end_with_85_after_the_join_timeout():
     world = World(replace(terms(2, 2), on_exhausted=OnExhausted.REQUEUE), 2, join_timeout_s=40.0)
     world.run_until(lambda w: w.all_run(0, 2))

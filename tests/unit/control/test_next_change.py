@@ -81,16 +81,22 @@ BOTH_DONE = {"a1": report(ReportKind.DONE, 1), "a2": report(ReportKind.DONE, 2)}
 BOTH_STOPPED = {"a1": report(number=1), "a2": report(number=2)}
 ONE_DEAD = {"a1": LIVE, "a2": DEAD}
 FULL = {"ready": (member(1), member(2)), "candidate": roster(1, 2)}
+SETTLED = {"settled": frozenset(("a1", "a2"))}
 HALF = {"ready": (member(1),), "candidate": roster(1)}
 EXITS = {
     "all done": (RunPhase.RUN, {"reports": BOTH_DONE}, EXIT_OK),
-    "all done while it drained": (RunPhase.DRAIN, {"reports": BOTH_DONE}, EXIT_OK),
+    "all done while it drained": (RunPhase.DRAIN, {"reports": BOTH_DONE, **SETTLED}, EXIT_OK),
     "one done, one drained": (
         RunPhase.DRAIN,
-        {"reports": {"a1": report(ReportKind.DONE, 1), "a2": report(number=2)}},
+        {"reports": {"a1": report(ReportKind.DONE, 1), "a2": report(number=2)}, **SETTLED},
         EXIT_REQUEUE,
     ),
-    "drained": (RunPhase.DRAIN, {"reports": BOTH_STOPPED}, EXIT_REQUEUE),
+    "drained": (RunPhase.DRAIN, {"reports": BOTH_STOPPED, **SETTLED}, EXIT_REQUEUE),
+    "drained, one dead that was to persist": (
+        RunPhase.DRAIN,
+        {"reports": BOTH_STOPPED, "liveness": ONE_DEAD},
+        EXIT_REQUEUE,
+    ),
     "drained, one dead": (
         RunPhase.DRAIN,
         {"reports": {"a1": report()}, "liveness": ONE_DEAD},
@@ -111,6 +117,14 @@ WAITS = {
         {"reports": {}, "liveness": {"a1": SUSPECT, "a2": LIVE}, "phase_s": 1e6},
     ),
     "a live one drains": (RunPhase.DRAIN, {"reports": {"a1": report()}}),
+    "a live one drains, the other has persisted its last state": (
+        RunPhase.DRAIN,
+        {"reports": {"a1": report()}, "settled": frozenset({"a1"})},
+    ),
+    "the last state of one is not persistent yet": (
+        RunPhase.DRAIN,
+        {"reports": BOTH_STOPPED, "settled": frozenset({"a1"})},
+    ),
     "nobody is ready": (RunPhase.RENDEZVOUS, {"phase_s": 599.0}),
     "workers may live": (
         RunPhase.RENDEZVOUS,

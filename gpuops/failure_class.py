@@ -45,6 +45,7 @@ class FailureClass(StrEnum):
     STORAGE_IO_ERROR = "storage.io_error"
     CHECKPOINT_POISONED = "checkpoint.poisoned"
     CHECKPOINT_DIR_TAKEN = "checkpoint.dir_taken"
+    CHECKPOINT_REFUSED = "checkpoint.refused"
     REPLICAS_DIFFER = "numerics.replicas_differ"
     SEGFAULT = "crash.segfault"
     ABORT = "crash.abort"
@@ -84,3 +85,8 @@ class FailureClass(StrEnum):
     def is_request(self) -> bool:
         """Say whether somebody asked for the end, so that nothing failed."""
         return self.category == "scheduler"
+
+    @property
+    def is_usage_error(self) -> bool:
+        """Say whether no attempt can begin to train before the user has changed something."""
+        return self in {FailureClass.CHECKPOINT_DIR_TAKEN, FailureClass.CHECKPOINT_REFUSED}

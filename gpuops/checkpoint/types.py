@@ -25,6 +25,12 @@ class BadRequestError(CheckpointError):
     exit_code = EXIT_USAGE
 
 
+class ArgumentError(CheckpointError):
+    """`Checkpointer` cannot save or use an argument of the script; no attempt of it could."""
+
+    exit_code = EXIT_USAGE
+
+
 class CorruptError(CheckpointError):
     """The bytes are not those that were saved."""
 

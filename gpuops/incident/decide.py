@@ -7,6 +7,7 @@ rule                        holds when                                          
 =========================== ==================================================== ==================
 scheduler.preempted         the scheduler reclaims the nodes                     requeue 85
 checkpoint.dir_taken        another live job saves into the directory            stop 64
+checkpoint.refused          a Checkpointer or callback refuses what it is given  stop 64
 checkpoint.poisoned         two failures within 5 steps of loading the same      restart without
                             checkpoint, which was not excluded before            the checkpoint
 software.suspect_node       a software fault by the next rules, always on one    restart without
@@ -118,7 +119,7 @@ def decide(
     )
     result = (
         _preempted(context)
-        or _checkpoint_dir_taken(context)
+        or _usage_error(context)
         or _checkpoint_poisoned(context)
         or _software_fault(context)
         or _nodes_exhausted(context)
@@ -187,15 +188,13 @@ def _preempted(context: _DecisionContext) -> _RuleResult | None:
     )
 
 
-def _checkpoint_dir_taken(context: _DecisionContext) -> _RuleResult | None:
-    if context.failure.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:
+def _usage_error(context: _DecisionContext) -> _RuleResult | None:
+    if not context.failure.failure_class.is_usage_error:
         return None
-    # The message of an exception is truncated before its advice.
-    advice = "end that job, or give this one its own directory; " if context.root.ends else ""
     return _RuleResult(
         action=RunAction.STOP,
-        rule="checkpoint.dir_taken",
-        explanation=f"{advice}no restart: it would fail for the same reason",
+        rule=context.failure.failure_class.value,
+        explanation="no restart: it would fail for the same reason",
         is_counted=False,
         exit_code=EXIT_USAGE,
     )

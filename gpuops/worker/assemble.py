@@ -1,9 +1,9 @@
 """Make the parts of a state from the user's arguments."""
 
-import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpuops.checkpoint.types import CheckpointError
+from gpuops.checkpoint.types import ArgumentError, CheckpointError
 from gpuops.worker.state.adapter import StateAdapter
 from gpuops.worker.state.model import ModelAdapter
 from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ValueAdapter
 from gpuops.worker.state.optimizer import OptimizerAdapter, ZeroOptimizerAdapter
 
-_log = logging.getLogger(__name__)
-
 _FILLED_IN_PLACE = (Mapping, torch.Tensor, torch.Generator)
 """Types that are filled in place, and need no mapping to be put back into."""
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Raise ArgumentError for a CheckpointError: the next attempt would give the same arguments."""
+    try:
+        yield
+    except CheckpointError as exc:
+        raise ArgumentError(str(exc)) from None
 
 
 class StateAssembler:
@@ -62,6 +69,11 @@ class StateAssembler:
                 adapter = kind(key, value, self._parameter_names, allow_pickle=self._allow_pickle)
                 self.optimizers.append(adapter.optimizer)
                 self.adapters.append(adapter)
+            elif type(value).__module__.startswith("deepspeed."):
+                raise CheckpointError(
+                    f"{key} is DeepSpeed's, whose state is not saved: save it with the engine's "
+                    "save_checkpoint"
+                )
             else:
                 self.adapters.append(self._stateful_adapter(key, value))
 

@@ -26,7 +26,7 @@ from gpuops.checkpoint.types import STEP_MAX, CheckpointError, KeeperError
 from gpuops.config.resolve import environ
 from gpuops.plan.failure_rate import FailureRate
 from gpuops.worker.api import named, phase, restored
-from gpuops.worker.assemble import StateAssembler
+from gpuops.worker.assemble import StateAssembler, refused
 from gpuops.worker.final_save import LastStepTracker, save_at_exit, save_at_stop, save_final
 from gpuops.worker.keeper_finder import (
     KEEPER_ENV,
@@ -86,7 +86,8 @@ class Checkpointer:
         keeper: For tests: the keeper to use instead of this node's.
 
     Raises:
-        CheckpointError: An argument cannot be saved; the message names it.
+        ArgumentError: An argument cannot be saved or used; the message names it. `gpuops run` ends
+            with exit code 64 then, and does not try again.
     """
 
     def __init__(  # noqa: PLR0913 each is an object to save, or an option
@@ -108,24 +109,25 @@ class Checkpointer:
         allow_pickle: bool = False,
         keeper: RankKeeperClient | None = None,
     ) -> None:
-        self._every = parse_interval(every)
         self._env = environ()
-        self._policy = CheckpointPolicy(
-            directory=resolve_directory(directory, self._env),
-            persist_every_s=parse_duration(persist_every, "persist_every"),
-            keep_last=keep_last,
-            keep_every=keep_every,
-            slots=slots,
-        )
-        assembler = StateAssembler(allow_pickle=allow_pickle, warn=_log.warning)
-        assembler.add_model(model)
-        assembler.add_optimizer(optimizer)
-        assembler.add_stateful("scheduler", scheduler)
-        assembler.add_stateful("scaler", scaler)
-        assembler.add_values("ema", ema)
-        assembler.add_dataloader(dataloader)
-        assembler.add_values("extra", extra)
-        assembler.check()
+        with refused():
+            self._every = parse_interval(every)
+            self._policy = CheckpointPolicy(
+                directory=resolve_directory(directory, self._env),
+                persist_every_s=parse_duration(persist_every, "persist_every"),
+                keep_last=keep_last,
+                keep_every=keep_every,
+                slots=slots,
+            )
+            assembler = StateAssembler(allow_pickle=allow_pickle, warn=_log.warning)
+            assembler.add_model(model)
+            assembler.add_optimizer(optimizer)
+            assembler.add_stateful("scheduler", scheduler)
+            assembler.add_stateful("scaler", scaler)
+            assembler.add_values("ema", ema)
+            assembler.add_dataloader(dataloader)
+            assembler.add_values("extra", extra)
+            assembler.check()
         self._assembler = assembler
         self._adapters = assembler.adapters
         self._allow_pickle = allow_pickle

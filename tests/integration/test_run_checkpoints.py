@@ -396,6 +396,23 @@ def test_a_second_job_in_one_directory_ends_at_once_with_one_error(tmp_path):
     assert {path.name for path in directory.iterdir()} == {LOCK_NAME}
 
 
+def test_what_a_checkpointer_refuses_ends_the_run_at_once_with_one_line(tmp_path):
+    with Run(tmp_path, JOBS / "refused.py") as run:
+        assert run.finish(LIMIT_S) == 64, run.said()
+
+    (line,) = re.findall("gpuops: the run failed: (.*)", run.err.read_text())
+    assert re.fullmatch(
+        r"rank \d( on \S+)? raised ArgumentError: the model is a FullyShardedDataParallel "
+        r"\(FSDP1\), which is not saved: shard it with fully_shard \(FSDP2\)"
+        r"( \(with 1 more rank\))?; no restart: it would fail for the same reason",
+        line,
+    )
+    assert "gpuops: WARNING" not in run.err.read_text()
+    assert len(run.payloads("attempt.started")) == 1
+    (incident,) = run.incidents()
+    assert incident["failure_class"] == "checkpoint.refused"
+
+
 def test_a_keeper_that_hangs_is_replaced_and_the_last_step_is_saved_all_the_same(tmp_path):
     flags = (f"--ckpt-dir={tmp_path / 'ckpt'}",)
     with Training(tmp_path, "--every=4", "--pause=1", flags=flags, steps=7) as run:

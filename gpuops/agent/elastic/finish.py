@@ -264,7 +264,7 @@ class AttemptFinish:
             report=report,
             evidence=self._evidence,
         )
-        if report.failure_class is not FailureClass.CHECKPOINT_DIR_TAKEN:  # ends the run, in words
+        if not report.failure_class.is_usage_error:  # that one ends the run, in words
             self._services.say(f"attempt {self._attempt.generation} failed: {incident.title}")
 
     def file_done(self) -> None:

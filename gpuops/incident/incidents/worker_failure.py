@@ -19,6 +19,7 @@ from gpuops.model import (
 from gpuops.scrub import scrub
 
 MESSAGE_CHARS = 120
+USAGE_CHARS = 500  # of a usage error: it ends the run, and says what to do at its end
 
 
 def incident_from_exits(
@@ -136,7 +137,8 @@ def _message_text(classified: ClassifiedExit) -> str:
     """Return the worker's message about its end: its exception, or the line of its log."""
     worker = classified.worker
     if worker.exception_type is not None:
-        message_text = exception.headline(worker, MESSAGE_CHARS).partition(": ")[2]
+        width = USAGE_CHARS if classified.failure_class.is_usage_error else MESSAGE_CHARS
+        message_text = exception.headline(worker, width).partition(": ")[2]
     elif ending_signal(worker) is None and classified.lines:
         message_text = exception.truncate(
             exception.strip_rank_prefix(classified.lines[0]).strip(), MESSAGE_CHARS

@@ -59,6 +59,7 @@ def _clean_prefixes(module: nn.Module) -> dict[str, str]:
     return clean
 
 
+_FSDP1 = "FullyShardedDataParallel"
 _SHOWN = 5
 
 
@@ -75,7 +76,7 @@ class ModelAdapter:
     ) -> None:
         """Raise CheckpointError for a module whose state is not separable by rank."""
         for module in modules:
-            _reject_fsdp1(module)
+            _reject_flattened(module)
         self.key = key
         self.modules = tuple(modules)
         self._allow_pickle = allow_pickle
@@ -218,12 +219,24 @@ class ModelAdapter:
             )
 
 
-def _reject_fsdp1(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if type(child).__name__ == "FullyShardedDataParallel":
+def _reject_flattened(module: nn.Module) -> None:
+    """Raise CheckpointError for FSDP1 and ZeRO 3: their parameters are pieces without a place."""
+    for path, child in module.named_modules():
+        if any(kind.__name__ == _FSDP1 for kind in type(child).__mro__):
             raise CheckpointError(
-                f"the model{' at ' if name else ''}{name} is a FullyShardedDataParallel (FSDP1), "
-                "which torch has replaced; shard it with fully_shard (FSDP2)"
+                f"the model{' at ' if path else ''}{path} is a {_FSDP1} (FSDP1), which is not "
+                "saved: shard it with fully_shard (FSDP2)"
+            )
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_fsdp_flattened", False):
+            raise CheckpointError(
+                f"the model's {name} is sharded by a {_FSDP1} (FSDP1), which is not saved: shard "
+                "the model with fully_shard (FSDP2)"
+            )
+        if hasattr(parameter, "ds_id"):
+            raise CheckpointError(
+                f"the model's {name} is partitioned by DeepSpeed (ZeRO 3): save it with the "
+                "engine's save_checkpoint"
             )
 
 

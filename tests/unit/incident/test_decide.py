@@ -116,10 +116,11 @@ def test_a_first_exception_is_a_restart():
     assert last(raised()).rule == "restart"
 
 
-TAKEN = FailureClass.CHECKPOINT_DIR_TAKEN
+TAKEN, REFUSED = FailureClass.CHECKPOINT_DIR_TAKEN, FailureClass.CHECKPOINT_REFUSED
+USAGE = {TAKEN, REFUSED}
 
 
-@pytest.mark.parametrize("failure_class", sorted({*FailureClass} - {TAKEN}), ids=lambda c: c.value)
+@pytest.mark.parametrize("failure_class", sorted({*FailureClass} - USAGE), ids=lambda c: c.value)
 def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
     same = of_class(failure_class)
     verdicts = [d.action for d in story(*[same] * 6, on=wide(1, restarts_max=99))]
@@ -128,21 +129,21 @@ def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("told", "rule"),
     [
-        report("n1", ReportKind.START_FAILED, failure_class=TAKEN, how="another job has it"),
-        of_class(TAKEN, step=None),
+        (
+            report("n1", ReportKind.START_FAILED, failure_class=TAKEN, how="another job has it"),
+            "checkpoint.dir_taken",
+        ),
+        (of_class(TAKEN, step=None), "checkpoint.dir_taken"),
+        (of_class(REFUSED, step=None), "checkpoint.refused"),
     ],
-    ids=["at launch", "by a worker"],
+    ids=["taken at launch", "taken for a worker", "refused"],
 )
-def test_a_directory_of_another_job_ends_the_run_at_once_and_is_the_users_mistake(told):
+def test_a_usage_error_ends_the_run_at_once(told, rule):
     decision = last([told, stopped("n2")], on=wide(2))
 
-    assert (decision.action, decision.rule, decision.exit_code) == (
-        STOP,
-        "checkpoint.dir_taken",
-        64,
-    )
+    assert (decision.action, decision.rule, decision.exit_code) == (STOP, rule, 64)
     assert not decision.failure.is_counted
 
 
@@ -810,9 +811,9 @@ def test_what_holds_for_every_decision(reports, on, history):
         assert decision.exit_code in {1, 64, 85, 86, 93}
         assert decision.backoff_s == 0
     assert 0 <= decision.backoff_s <= 30
-    is_taken = decision.failure.failure_class is TAKEN
-    assert (decision.exit_code == 64) is (decision.rule == "checkpoint.dir_taken")
-    if decision.action is STOP and not is_taken:
+    is_usage_error = decision.failure.failure_class in USAGE
+    assert (decision.exit_code == 64) is (decision.rule in USAGE)
+    if decision.action is STOP and not is_usage_error:
         earlier = [past for past in history if past.signature == decision.failure.signature]
         assert decision.failure.signature is not None
         assert earlier

@@ -7,7 +7,7 @@ import torch
 from support.in_process_keeper import InProcessNode
 from torch import nn
 
-from gpuops.checkpoint.types import CheckpointError
+from gpuops.checkpoint.types import ArgumentError, CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 
 
@@ -134,7 +134,7 @@ def test_what_was_made_in_inference_mode_is_named_before_anything_is_changed(nod
     ],
 )
 def test_what_could_not_be_given_back_is_refused_at_once(node, given, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         checkpointer(node, **given)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpuops.checkpoint.types import CheckpointError
+from gpuops.checkpoint.types import ArgumentError, CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 
 
@@ -93,8 +93,51 @@ def test_a_process_that_was_forked_neither_saves_nor_takes_leave(node):
     ],
 )
 def test_an_argument_of_another_type_is_an_error_that_names_it(node, given, message):
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         checkpointer(node, model=nn.Linear(1, 1), **given)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """As torch's first one (FSDP1), and others' of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+class OwnFsdp(FullyShardedDataParallel):
+    """A subclass, as of a framework's."""
+
+
+def marked(name):
+    """Return a module whose parameter has the mark *name* of a library that took it apart."""
+    module = nn.Linear(1, 1, bias=False)
+    setattr(module.weight, name, True)
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (FullyShardedDataParallel(), r"^the model is a FullyShardedDataParallel \(FSDP1\), which"),
+        (nn.Sequential(OwnFsdp()), "^the model at 0 is a FullyShardedDataParallel"),
+        (marked("_fsdp_flattened"), r"^the model's 0\.weight is sharded by a FullySharded"),
+        (marked("ds_id"), r"^the model's 0\.weight is partitioned by DeepSpeed \(ZeRO 3\)"),
+    ],
+)
+def test_a_model_in_pieces_without_a_place_is_refused_at_once(node, model, message):
+    for given in ({"model": model}, {"model": {"a": [model]}}, {"ema": {"b": model}}):
+        with pytest.raises(ArgumentError, match=message):
+            checkpointer(node, **given)
+
+
+def test_deepspeeds_optimizers_are_refused_at_once(node):
+    kind = type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero"})
+    for method in ("state_dict", "load_state_dict"):
+        setattr(kind, method, dict)
+
+    with pytest.raises(ArgumentError, match="optimizer is DeepSpeed's, whose state is not saved"):
+        checkpointer(node, model=nn.Linear(1, 1), optimizer=kind())
 
 
 def test_a_second_checkpointer_does_not_load_what_the_first_saved(tmp_path, monkeypatch):

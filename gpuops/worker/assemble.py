@@ -1,6 +1,5 @@
 """Make the parts of a state from the user's arguments."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from gpuops.checkpoint.types import ArgumentError, CheckpointError
 from gpuops.worker.state.adapter import StateAdapter
 from gpuops.worker.state.model import ModelAdapter
 from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ValueAdapter
-from gpuops.worker.state.optimizer import OptimizerAdapter, ZeroOptimizerAdapter
+from gpuops.worker.state.optimizer import OptimizerAdapter
+from gpuops.worker.state.zero_optimizer import ZeroOptimizerAdapter, is_zero
 
 _FILLED_IN_PLACE = (Mapping, torch.Tensor, torch.Generator)
 """Types that are filled in place, and need no mapping to be put back into."""
@@ -65,7 +65,7 @@ class StateAssembler:
         given = _with_keys("optimizer", optimizer)
         for key, value in chain.from_iterable(_unwrapped(*pair) for pair in given):
             if isinstance(value, torch.optim.Optimizer):
-                kind = ZeroOptimizerAdapter if _is_zero(value) else OptimizerAdapter
+                kind = ZeroOptimizerAdapter if is_zero(value) else OptimizerAdapter
                 adapter = kind(key, value, self._parameter_names, allow_pickle=self._allow_pickle)
                 self.optimizers.append(adapter.optimizer)
                 self.adapters.append(adapter)
@@ -187,12 +187,6 @@ def _unwrapped(key: str, optimizer: object) -> Iterable[tuple[str, Any]]:
         name = type(optimizer).__qualname__
         raise CheckpointError(f"{key} is a {name}, which wraps an optimizer: give that one")
     return _unwrapped(key, inner)
-
-
-def _is_zero(optimizer: object) -> bool:
-    """Return whether this is torch's `ZeroRedundancyOptimizer`, which takes long to import."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _is_stateful(value: object) -> bool:

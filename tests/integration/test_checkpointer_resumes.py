@@ -23,7 +23,16 @@ def keeper(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [("plain", 1), ("ddp", 2), DDP_OF_FOUR, ("fsdp", 2), FSDP_OF_FOUR, ("tp", 4), ("hsdp", 4)],
+    [
+        ("plain", 1),
+        ("ddp", 2),
+        DDP_OF_FOUR,
+        ("zero", 2),
+        ("fsdp", 2),
+        FSDP_OF_FOUR,
+        ("tp", 4),
+        ("hsdp", 4),
+    ],
     ids=str,
 )
 def test_killed_and_resumed_equals_undisturbed(tmp_path, keeper, kind, world):

@@ -59,7 +59,11 @@ def test_torchs_own_ways_to_train(tmp_path, kind, world):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "module"),
-    [("titan", "torchtitan.components.optimizer"), ("torchft", "torchft.optim")],
+    [
+        ("titan", "torchtitan.components.optimizer"),
+        ("torchft", "torchft.optim"),
+        ("oss", "fairscale.optim.oss"),
+    ],
 )
 def test_optimizers_that_frameworks_wrap(tmp_path, kind, module):
     pytest.importorskip(module, reason=f"{module} is not installed")

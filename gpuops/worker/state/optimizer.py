@@ -5,7 +5,7 @@ another number of ranks, has them. ``state`` of each parameter is stored unchang
 ``load_state_dict`` would convert it to the dtype of the parameter, so that is corrected.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import not_
 from typing import Any, NamedTuple
@@ -79,6 +79,16 @@ class OptimizerAdapter:
         self._value_paths: list[str] = []
         self._fixed = b""
 
+    @property
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that a step changes on all ranks that hold them alike."""
+        return parameters_of(self.optimizer)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether ranks that hold a parameter alike hold its state alike, as torch's own do."""
+        return type(self.optimizer).__module__.startswith("torch.optim.")
+
     def read(self) -> AdapterSnapshot:
         """Return state and groups; all tensors of the state but nested ones come first."""
         keys, state = _state_of(self.optimizer)
@@ -96,7 +106,7 @@ class OptimizerAdapter:
             for path, value in zip(self._value_paths, others, strict=True)
         ]
         settings = [
-            encoder.encoder.encode(_settings(group), f"{self.key}.param_groups.{index}")
+            encoder.encoder.encode(settings_of(group), f"{self.key}.param_groups.{index}")
             for index, group in enumerate(groups)
         ]
         moving = dumps({"values": encoded, "groups": settings})
@@ -241,44 +251,9 @@ class OptimizerAdapter:
                 f"the checkpoint has no parameter group with the {len(own_names)} parameters of "
                 f"group {index} of {self.key}; restore into an optimizer with the same groups"
             )
-        decoder = StateDecoder(source, _settings(group), allow_pickle=self._allow_pickle)
+        decoder = StateDecoder(source, settings_of(group), allow_pickle=self._allow_pickle)
         settings = decoder.decode(saved, root) if saved is not None else {}
         return {**group, **settings, "params": group["params"]}
-
-
-class ZeroOptimizerAdapter(OptimizerAdapter):
-    """A `ZeroRedundancyOptimizer`: the state of its optimizer on this rank, its own settings.
-
-    It copies its settings to that optimizer when it steps, so schedulers change its own.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        optimizer: torch.optim.Optimizer,
-        names_of: NamesOf,
-        **options: bool,
-    ) -> None:
-        super().__init__(key, vars(optimizer)["optim"], names_of, **options)
-        self._outer = optimizer
-
-    def read(self) -> AdapterSnapshot:
-        _copy_settings(self._outer, self.optimizer)
-        return super().read()
-
-    def _load(
-        self,
-        state: Mapping[Any, Any],
-        groups: Sequence[dict[str, Any]],
-        parameters: Mapping[int, torch.Tensor],
-    ) -> None:
-        super()._load(state, groups, parameters)
-        _copy_settings(self.optimizer, self._outer)
-
-
-def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for group, copied in zip(source.param_groups, target.param_groups, strict=True):
-        copied.update(_settings(group))
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[list[object], Mapping[Any, Any]]:
@@ -324,16 +299,22 @@ def _flatten(
     return list(map(len, entries)), fields, values, kinds
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _parameters_by_number(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """Return the parameters by their numbers in the state dict."""
-    every = [each for group in optimizer.param_groups for each in group["params"]]
+    every = list(parameters_of(optimizer))
     first: dict[int, int] = {}
     for index, each in enumerate(every):
         first.setdefault(id(each), index)
     return {index: every[index] for index in first.values()}
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group has beside its parameters."""
     return {key: value for key, value in group.items() if key not in {"params", "param_names"}}
 
 
@@ -402,7 +383,8 @@ def _saved_group(
 ) -> tuple[str, Any]:
     """Return the path of the settings of the group with these parameters, and the settings.
 
-    Not *is_exact*: a group that had the first of them is accepted.
+    Not *is_exact*: a group that had the first of them is accepted; where there are none (a part of
+    a ZeRO optimizer), the group of that index.
     """
     best: tuple[str, Any] = ("", None)
     for fragment in fragments:
@@ -411,6 +393,7 @@ def _saved_group(
             found = (f"{key}.param_groups.{number}", groups[number])
             if list(names) == list(own_names) and number == index:
                 return found
-            if not is_exact and best[1] is None and own_names and own_names[0] in names:
+            has_first = own_names[0] in names if own_names else number == index
+            if not is_exact and best[1] is None and has_first:
                 best = found
     return best

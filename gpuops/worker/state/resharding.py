@@ -66,31 +66,26 @@ def replicated_by_name(
 
 def _by_id(adapters: Sequence[StateAdapter]) -> dict[int, Ranks]:
     modules = [m for part in adapters if isinstance(part, ModelAdapter) for m in part.modules]
-    optimizers = [part.optimizer for part in adapters if isinstance(part, OptimizerAdapter)]
+    optimizers = [part for part in adapters if isinstance(part, OptimizerAdapter)]
     of_ddp = _ddp_ranks(modules)
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     found: dict[int, Ranks] = {}
     for optimizer in optimizers:
-        is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
-        for parameter in _parameters(optimizer):
+        for parameter in optimizer.parameters:
             if not parameter.requires_grad or id(parameter) not in known:
                 continue
             ranks = _replicas_of(parameter) if is_dtensor(parameter) else of_ddp.get(id(parameter))
             if ranks is None:
                 continue
             found[id(parameter)] = ranks
-            if is_torch_optimizer:
-                state = optimizer.state.get(parameter, {})
+            if optimizer.is_replicated:
+                state = optimizer.optimizer.state.get(parameter, {})
                 found |= {
                     id(value): ranks for value in _with_same_placement(state.values(), parameter)
                 }
     # DDP broadcasts frozen parameters when it is made, and nothing trains them.
     frozen = (p for module in modules for p in module.parameters() if not p.requires_grad)
     return found | {id(p): of_ddp[id(p)] for p in frozen if optimizers and id(p) in of_ddp}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _ddp_ranks(modules: Iterable[nn.Module]) -> dict[int, Ranks]:

@@ -131,6 +131,21 @@ def test_the_state_of_an_optimizer_that_is_not_torch_s_may_differ():
     assert declared(model, trained(model, Own(model.parameters()))) == {OF_NET: ALL}
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("rank", [RANK, 0])
+def test_a_part_of_a_zero_optimizer_s_state_is_of_one_rank_and_its_parameters_of_all(rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer.optim.param_groups[0]["params"] = list(model.parameters())[rank : rank + 1]
+    trained(model, optimizer)
+
+    assert declared(model, optimizer) == {OF_NET: ALL}
+    optimizer.broadcast_fp16 = True  # of fairscale's: others get rounded parameters
+    assert declared(model, optimizer) == {}
+
+
 @pytest.mark.parametrize(
     ("hook", "is_alike"),
     [

@@ -36,6 +36,7 @@ from gpuops.checkpoint.header_json import (
 )
 from gpuops.checkpoint.sharing import DIGEST_BYTES, SharedTensors
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError, CorruptError, Shard
+from gpuops.host.gc_pause import paused_gc
 
 METADATA_PREFIX = "__gpuops_extra__/"
 FORMAT, SHARED_FORMAT = 1, 2
@@ -180,6 +181,7 @@ def plan_image(
     return _make_layout(shard, placed, header, nbytes, shared)
 
 
+@paused_gc()
 def read_layout(view: memoryview | bytes, *, nbytes: int | None = None) -> ImageLayout:
     """Return the layout that the image *view* describes; the bytes need not be trusted.
 
@@ -333,22 +335,30 @@ def _check_names(specs: Sequence[TensorSpec]) -> None:
 
 
 def _check_spec(spec: TensorSpec, error: type[CheckpointError]) -> None:
-    name = abbreviate(spec.name)
     try:
         n_name = len(spec.name.encode())
     except UnicodeEncodeError as exc:
-        raise error(f"the tensor name {name} is not Unicode text") from exc
+        raise error(f"the tensor name {abbreviate(spec.name)} is not Unicode text") from exc
     if n_name > NAME_BYTES_MAX:
-        raise error(f"the tensor name {name} has {n_name} bytes, at most {NAME_BYTES_MAX}")
+        raise error(
+            f"the tensor name {abbreviate(spec.name)} has {n_name} bytes, at most {NAME_BYTES_MAX}"
+        )
+    if why := _why_invalid(spec):
+        raise error(f"{abbreviate(spec.name)}{why}")
+
+
+def _why_invalid(spec: TensorSpec) -> str:
+    """Return what follows the name in a message on *spec*; "" for a valid one."""
     if spec.dtype not in ITEMSIZE_BYTES:
-        raise error(f"{name} has the dtype {abbreviate(spec.dtype)}, which images do not support")
+        return f" has the dtype {abbreviate(spec.dtype)}, which images do not support"
     if not len(spec.shape) == len(spec.offsets) == len(spec.global_shape) <= N_DIMS_MAX:
-        raise error(f"{name}: shape, offsets and global shape differ in length, or are too long")
+        return ": shape, offsets and global shape differ in length, or are too long"
     for size, offset, full in zip(spec.shape, spec.offsets, spec.global_shape, strict=True):
         if not (0 <= size <= size + offset <= full <= DIM_MAX):
-            raise error(f"{name}: {size} items from {offset} on exceed a dimension of {full}")
+            return f": {size} items from {offset} on exceed a dimension of {full}"
     if spec.nbytes != prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]:
-        raise error(f"{name}: {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}")
+        return f": {spec.nbytes} bytes are not {spec.dtype} of shape {spec.shape}"
+    return ""
 
 
 def _encode_header(
@@ -431,23 +441,20 @@ def _read_metadata(
 def _read_entry(
     name: str, entry: object, begin: int, offsets: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> PlacedTensor:
-    short = abbreviate(name)
-    found = as_mapping(entry, f"the entry of {short}")
-    dtype = found.get("dtype")
-    shape = as_numbers(found.get("shape"), f"the shape of {short}")
-    span = as_numbers(found.get("data_offsets"), f"the data offsets of {short}")
-    part = as_mapping(offsets[name], f"{_SHARDING} of {short}")
-    saved_offsets = as_numbers(part.get("saved_offsets"), f"the offsets of {short}")
-    global_shape = (
-        as_numbers(shapes[name], f"the global shape of {short}") if name in shapes else shape
-    )
+    if not isinstance(entry, dict) or not isinstance(offsets[name], dict):
+        raise CorruptError(f"the entry of {abbreviate(name)}, or its offsets, is not an object")
+    dtype = entry.get("dtype")
+    shape = as_numbers(entry.get("shape"), "shape", name)
+    span = as_numbers(entry.get("data_offsets"), "data offsets", name)
+    saved_offsets = as_numbers(offsets[name].get("saved_offsets"), "offsets", name)
+    global_shape = as_numbers(shapes[name], "global shape", name) if name in shapes else shape
     if not isinstance(dtype, str) or len(span) != 2:
-        raise CorruptError(f"the entry of {short} is incomplete")
+        raise CorruptError(f"the entry of {abbreviate(name)} is incomplete")
     spec = TensorSpec(name, dtype, shape, span[1] - span[0], saved_offsets, global_shape)
     _check_spec(spec, CorruptError)
     itemsize = ITEMSIZE_BYTES[dtype]
     if span[0] % itemsize:
-        raise CorruptError(f"{short} is not aligned to its items of {itemsize} bytes")
+        raise CorruptError(f"{abbreviate(name)} is not aligned to its items of {itemsize} bytes")
     return PlacedTensor(spec, begin + span[0], begin + span[1])
 
 

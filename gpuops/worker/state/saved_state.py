@@ -37,6 +37,7 @@ from gpuops.convert.tensors import (
     view_of,
 )
 from gpuops.convert.values import STATE_FORMAT, loads
+from gpuops.host.gc_pause import paused_gc
 from gpuops.worker.state.adapter import logical_shape
 from gpuops.worker.state.parallel_copy import copy_parallel
 
@@ -193,7 +194,6 @@ class SavedState:
         first = self._target_names.get(memory, name)
         return first == name or not memory.address or self._has_same_values(first, name)
 
-    @torch.no_grad()
     def fetch(self) -> None:
         """Have all that was requested read and verified; nothing is changed yet.
 
@@ -201,6 +201,13 @@ class SavedState:
             CorruptError: A part is damaged, and no copy of it is intact.
             CheckpointError: A part cannot be read.
         """
+        for opened, ranges in self._requested_ranges():
+            opened.ensure(ranges)
+
+    @torch.no_grad()
+    @paused_gc()
+    def _requested_ranges(self) -> list[tuple[OpenedImage, list[ByteRange]]]:
+        """Return the bytes of each image that the requested tensors need."""
         placements = TensorPlacements()
         wanted: dict[int, tuple[OpenedImage, list[ByteRange]]] = {}
         for name, target in self._requests:
@@ -213,12 +220,12 @@ class SavedState:
             if _is_same_region(spec, found[1].spec):
                 pieces = [(found[0].opened, found[1])]
             else:
-                pieces = self._pieces(name)
+                parts = self._saved_parts(name)
+                pieces = distinct_pieces(p for p in parts if overlap_ranges(p[1], spec))
             for opened, placed in pieces:
                 ranges = wanted.setdefault(id(opened), (opened, []))[1]
                 ranges += overlap_ranges(placed, spec)
-        for opened, ranges in wanted.values():
-            opened.ensure(ranges)
+        return list(wanted.values())
 
     @torch.no_grad()
     def load(self, n_threads: int) -> int:
@@ -288,14 +295,14 @@ class SavedState:
         return None
 
     def _pieces(self, name: str) -> list[SavedPiece]:
-        found = distinct_pieces(
-            (image.opened, image.tensors[name])
-            for image in self._all_images()
-            if name in image.tensors
-        )
+        found = distinct_pieces(self._saved_parts(name))
         if not found:
             raise CheckpointError(f"no rank saved anything of {name}")
         return found
+
+    def _saved_parts(self, name: str) -> list[SavedPiece]:
+        images = list(self._all_images())
+        return [(image.opened, image.tensors[name]) for image in images if name in image.tensors]
 
     def _all_images(self) -> Iterator[_ShardImage]:
         """Yield this rank's image first, then the others from the lowest rank on."""
@@ -362,12 +369,14 @@ def _bytes_of(opened: OpenedImage, placed: PlacedTensor) -> torch.Tensor:
 
 def overlap_ranges(placed: PlacedTensor, wanted: TensorSpec) -> list[ByteRange]:
     """Return the bytes of the saved part *placed* that are in the part *wanted* of the tensor."""
-    offsets = placed.spec.offsets
-    begins = [max(w - s, 0) for w, s in zip(wanted.offsets, offsets, strict=True)]
-    ends = [
-        min(w + n - s, m)
-        for w, n, s, m in zip(wanted.offsets, wanted.shape, offsets, placed.spec.shape, strict=True)
-    ]
+    begins, ends = [], []
+    saved = placed.spec
+    for w, n, s, m in zip(wanted.offsets, wanted.shape, saved.offsets, saved.shape, strict=True):
+        begin, end = max(w - s, 0), min(w + n - s, m)
+        if begin >= end:
+            return []  # as most parts: those of other ranks
+        begins.append(begin)
+        ends.append(end)
     return box_ranges(placed, begins, ends)
 
 

@@ -12,8 +12,8 @@ checkpoint.poisoned         two failures within 5 steps of loading the same     
                             checkpoint, which was not excluded before            the checkpoint
 software.suspect_node       a software fault by the next rules, always on one    restart without
                             node, and there are enough others                    the node
-software.same_step          the same signature at the same step twice, no newer  stop 93
-                            checkpoint, and no attempt got past it in between
+software.same_step          the same signature at the same step twice, and no    stop 93
+                            attempt, nor a checkpoint, got past it in between
 software.before_first_step  the same signature before the first step twice       stop 93
 software.step_unknown       the same signature three times, no step known        stop 93
 node.unhealthy              one-node run, and evidence speaks against the node   requeue 86

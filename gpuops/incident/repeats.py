@@ -36,8 +36,9 @@ def find_software_fault(
 ) -> RepeatedFault | None:
     """Return the repeated fault if *failure* repeats earlier ones often enough, else None.
 
-    Only failures with the same signature count, and only if no newer checkpoint was written and no
-    generation got past that step in between.
+    Only failures with the same signature count, and only if no generation got past that step in
+    between, nor has saved a newer checkpoint of that step or a later one: steps may be counted anew
+    in each generation. Where the step is unknown, any newer checkpoint is progress.
     """
     if failure.signature is None:
         return None
@@ -62,7 +63,7 @@ def _is_same(past: PastFailure, failure: PastFailure) -> bool:
         past.signature == failure.signature
         and past.has_stepped == failure.has_stepped
         and past.step == failure.step
-        and not _is_newer(failure.checkpoint_step, past.checkpoint_step)
+        and not _has_progressed(failure, past)
     )
 
 
@@ -76,8 +77,12 @@ def _was_surpassed(since: Sequence[PastFailure], failure: PastFailure) -> bool:
     )
 
 
-def _is_newer(now: int | None, then: int | None) -> bool:
-    return now is not None and (then is None or now > then)
+def _has_progressed(failure: PastFailure, past: PastFailure) -> bool:
+    """Return whether a checkpoint that was saved between them lies beyond the failure."""
+    now, then = failure.checkpoint_step, past.checkpoint_step
+    if now is None or (then is not None and now <= then):
+        return False
+    return failure.step is None or now >= failure.step
 
 
 def find_bad_checkpoint(history: Sequence[PastFailure], failure: PastFailure) -> int | None:

@@ -178,7 +178,7 @@ def test_another_failure_in_between_does_not_hide_it():
         raised(step=58),
         raised(signature="KeyError at data.py:89 in collate: 'labels'"),
         raised(signature=None),
-        raised(checkpoint_step=40),
+        raised(checkpoint_step=57),
         of_class(FailureClass.CUDA_ERROR),
         raised(step=None),
     ],
@@ -187,9 +187,21 @@ def test_what_is_not_the_same_again_is_a_restart(second):
     assert last(raised(), second).action is RESTART
 
 
-def test_a_newer_checkpoint_in_between_is_progress():
-    assert last(raised(checkpoint_step=30), raised(checkpoint_step=40)).action is RESTART
-    assert last(raised(checkpoint_step=30), raised(checkpoint_step=30)).action is STOP
+def test_a_newer_checkpoint_in_between_is_progress_where_it_lies_beyond_the_failure():
+    assert last(raised(checkpoint_step=30), raised(checkpoint_step=60)).action is RESTART
+    assert last(raised(checkpoint_step=60), raised(checkpoint_step=60)).action is STOP
+    # Saved after the restart, before the failure came again: as any Checkpointer does.
+    assert last(raised(checkpoint_step=30), raised(checkpoint_step=40)).action is STOP
+    assert last(raised(), raised(checkpoint_step=40)).action is STOP
+
+
+def test_where_the_step_is_unknown_any_newer_checkpoint_is_progress():
+    steps = [
+        {"step": None, "has_stepped": True, "checkpoint_step": saved} for saved in (30, 40, 50)
+    ]
+
+    assert last(*(raised(**each) for each in steps)).action is RESTART
+    assert last(*(raised(**steps[0]) for _ in steps)).action is STOP
 
 
 def test_a_step_that_was_passed_in_between_is_not_deterministic():

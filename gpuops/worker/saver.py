@@ -55,6 +55,7 @@ class CheckpointSaver:
     ) -> None:
         self.is_only_local_rank = ranks.local_world == 1
         self.is_rank_zero = ranks.rank == 0
+        self._is_first_local_rank = ranks.local_rank == 0
         self._reserved_at_step: int | None = None
         self._n_reserved_in_row = 0
         self._changed_names = ""
@@ -392,7 +393,8 @@ class CheckpointSaver:
     def _stop_sharing(self, keeper: RankKeeperClient, reply: Skipped, step: int) -> None:
         """Copy all tensors from the next save on, where the keeper says so."""
         if reply.copies_all and self._capturer.stop_sharing():
-            self._warn_once(reply.why)
+            if self._is_first_local_rank:  # all of the node have the same reason
+                self._warn_once(reply.why)
             self._reserve(keeper, self._capturer.capture(step).plan, step)
 
     def _skip(self, why: str, *, is_due: bool = True) -> None:

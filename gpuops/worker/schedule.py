@@ -100,6 +100,7 @@ class SaveCost:
         self._steps_s: deque[float] = deque(maxlen=_N_MEASURED)
         self._stalls_s: deque[float] = deque(maxlen=_N_MEASURED)
         self._last: tuple[int, float] | None = None
+        self._was_saved = True
         self.restore_s = DEFAULT_RESTORE_S
 
     @property
@@ -118,6 +119,7 @@ class SaveCost:
     def after_save(self, step: int, now_s: float, stall_s: float | None) -> None:
         """Record that training continues after *step*; *stall_s* where a state was saved."""
         self._last = (step, now_s)
+        self._was_saved = stall_s is not None
         if stall_s is not None:
             self._stalls_s.append(stall_s)
 
@@ -127,7 +129,7 @@ class SaveCost:
             return interval.steps
         if interval.seconds is not None:
             return min(STEPS_MAX, max(1, round(interval.seconds / step_s)))
-        if self.stall_s is None:
+        if self.stall_s is None or not self._was_saved:  # what was skipped is made up for soon
             return WARMUP_STEPS
         affordable_s = max(self.stall_s / OVERHEAD_SHARE, INTERVAL_S_MIN)
         steps = steps_between_saves(

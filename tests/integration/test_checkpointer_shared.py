@@ -69,7 +69,7 @@ def test_replicas_that_differ_are_not_saved_and_then_each_rank_saves_its_own(tmp
         assert saved[rank]["stats"]["nbytes"] >= state_bytes(saved[rank])
         assert loaded[rank]["start"] == 5
         assert all(map(torch.equal, loaded[rank]["state"], saved[rank]["state"]))
-    assert log.count("ranks 0-1 differ in model.3.weight") == 2, log
+    assert log.count("ranks 0-1 differ in model.3.weight") == 1, log
     differing = [
         number
         for number, pair in enumerate(zip(saved[0]["state"], saved[1]["state"], strict=True))
@@ -85,8 +85,8 @@ def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_o
 
     log = said(tmp_path, 2, "first")
     assert saved[0]["saved"][-1] == 4, log
-    assert log.count("ranks 0-1 should hold the same tensors") == 2, log
-    assert log.count("each rank copies all its tensors") == 2, log
+    assert log.count("ranks 0-1 should hold the same tensors") == 1, log
+    assert log.count("each rank copies all its tensors") == 1, log
 
 
 def test_the_files_of_owners_give_each_rank_its_state(tmp_path, keeper):

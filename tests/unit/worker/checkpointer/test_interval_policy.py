@@ -116,6 +116,26 @@ def test_one_rank_saves_as_the_cost_says():
     assert rank.saved[2] - rank.saved[1] == 50  # 0.1 s are a thousandth of 100 s
 
 
+def test_a_save_that_was_skipped_is_made_up_for_within_a_few_steps():
+    cost = SaveCost(1)
+    schedule = SingleRankSchedule(SaveInterval(), cost, 0.0)
+
+    def handle(step, stall_s):
+        cost.before_save(step, float(step))
+        assert schedule.is_due(step, float(step))
+        cost.after_save(step, float(step), stall_s)
+        schedule.on_handled(step, float(step))
+
+    assert not schedule.is_due(1, 1.0)
+    cost.after_save(WARMUP_STEPS - 1, float(WARMUP_STEPS - 1), None)
+    handle(WARMUP_STEPS, 0.1)
+    late = next(step for step in range(6, 10_000) if schedule.is_due(step, float(step)))
+    assert late > 3 * WARMUP_STEPS
+    handle(late, None)
+    handle(late + WARMUP_STEPS, 0.1)
+    assert not schedule.is_due(late + 2 * WARMUP_STEPS, 0.0)
+
+
 def test_where_failures_are_frequent_they_decide():
     cost = SaveCost(16_000)
     cost.before_save(1, 0.0)

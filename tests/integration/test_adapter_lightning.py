@@ -57,7 +57,7 @@ def node():
     ids=str,
 )
 def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, node, lit):
-    whole, _ = lit.fit(tmp_path, **options)
+    whole, undisturbed = lit.fit(tmp_path, **options)
     counts = lit.Counts()
     first, _ = lit.fit(
         tmp_path,
@@ -76,10 +76,66 @@ def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, no
     assert second.losses == whole.losses[n_first:]
     assert lit.same_weights(second, whole)
     assert trainer.global_step == whole.losses[-1][0] + 1
-    if "max_steps" not in options:  # Lightning counts one more there after any restart
-        assert trainer.current_epoch == 3
+    assert trainer.current_epoch == undisturbed.current_epoch
     assert resumed_counts.n_batches == len(whole.losses)
     assert ours.checkpointer is None
+
+
+def of_several_ranks(lit, order, seed):
+    """Return the loader of one rank of two; a process that resumes draws other numbers at first."""
+    generator = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4, generator=generator))
+    torch.manual_seed(seed)
+    place = {"num_replicas": 2, "rank": 1}
+    if order == "distributed":
+        sampler = torch.utils.data.DistributedSampler(data, **place)
+    else:  # as Lightning wraps all samplers but torch's own for shuffle=
+        inner = {
+            "shuffled": lit.StatefulDataLoader(data, shuffle=True).sampler,
+            "weighted": torch.utils.data.WeightedRandomSampler([0.1] * 10 + [0.9] * 6, 16),
+        }
+        sampler = lit.DistributedSamplerWrapper(inner[order], **place)
+    if order == "weighted":  # what Lightning gives the wrapper to depends on the loader
+        batches = lit.StatefulDataLoader(data, batch_size=2).batch_sampler
+        batches.sampler = sampler
+        return lit.StatefulDataLoader(data, batch_sampler=batches)
+    return lit.StatefulDataLoader(data, batch_size=2, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_steps": 11, "max_epochs": -1}], ids=["epochs", "steps"]
+)
+@pytest.mark.parametrize(
+    ("order", "dies_at"),
+    [
+        *(("distributed", step) for step in (4, 6)),
+        *(("shuffled", step) for step in (2, 4, 6)),
+        *(("weighted", step) for step in (2, 4, 6)),
+    ],
+)
+def test_the_order_of_data_of_several_ranks_goes_on_too(
+    tmp_path, order, dies_at, options, node, lit
+):
+    """An epoch has four steps."""
+    whole, undisturbed = lit.fit(tmp_path, data=of_several_ranks(lit, order, 1), **options)
+    first, _ = lit.fit(
+        tmp_path,
+        lit.saving(keeper=node.connect(), every=1),
+        lit.Dies(dies_at),
+        data=of_several_ranks(lit, order, 1),
+        **options,
+    )
+    gc.collect()
+    second, trainer = lit.fit(
+        tmp_path,
+        lit.saving(keeper=node.connect(generation=1), every=1),
+        data=of_several_ranks(lit, order, 2),
+        **options,
+    )
+
+    assert first.losses + second.losses == whole.losses
+    assert lit.same_weights(second, whole)
+    assert trainer.current_epoch == undisturbed.current_epoch
 
 
 def test_validation_and_plateaus_go_on_as_well(tmp_path, node, lit):

@@ -7,9 +7,12 @@ import contextlib
 
 import lightning.pytorch as lightning
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gpuops.worker.adapters.lightning import GpuopsCheckpoint
+
+__all__ = ["DistributedSamplerWrapper", "StatefulDataLoader"]  # for tests, as slow to import
 
 
 def saving(**options):

@@ -5,7 +5,8 @@ the loops start the newest state is loaded in place, with the loops' own progres
 `Checkpointer.step` is called after each batch that ended with an optimizer step.
 
 As with Lightning's own checkpoints, the order of data within an epoch is resumed only where the
-data loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none.
+data loader has a state (torchdata's ``StatefulDataLoader``); Lightning warns where it has none. On
+several ranks it needs what `gpuops.worker.adapters.lightning_data` adds.
 
 A drain ends the fit after a step whose state is saved, as Lightning ends it on SIGTERM: by its
 ``SIGTERMException``, which ends the program with code 0 unless the script catches it.
@@ -19,14 +20,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker import api
+from gpuops.worker.adapters.lightning_data import DataOrder
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.objects import read_rng, write_rng
 
@@ -47,7 +47,8 @@ class GpuopsCheckpoint(Callback):
         super().__init__()
         self._options = options
         self._checkpointer: Checkpointer | None = None
-        self._progress: _Progress | None = None
+        self._order: DataOrder | None = None
+        self._begins_epoch = False  # the state is of an epoch's end
         self._step = 0
         self._rng_state: Mapping[str, Any] | None = None
         self._sigterm_handler: object = None
@@ -75,8 +76,9 @@ class GpuopsCheckpoint(Callback):
         self._close(save=False)
         options = dict(self._options)
         # The state is restored into the first of them, the user's own.
-        self._progress = _Progress(trainer, self)
-        extra = ChainMap(options.pop("extra", {}), {"lightning": self._progress})
+        self._order = DataOrder(trainer.fit_loop)
+        progress = _Progress(trainer, self, self._order)
+        extra = ChainMap(options.pop("extra", {}), {"lightning": progress})
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._checkpointer = Checkpointer(
             model=trainer.strategy.model or pl_module,
@@ -96,7 +98,7 @@ class GpuopsCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore_sigterm_handler()
-        self._begin_epoch(trainer)
+        self._begins_epoch = self._order is not None and self._order.begin_epoch()
 
     def _restore_sigterm_handler(self) -> None:
         """Under `gpuops run`, undo Lightning's handler: in it the ranks wait for each other.
@@ -107,33 +109,17 @@ class GpuopsCheckpoint(Callback):
             with suppress(ValueError):  # not the main thread: Lightning has replaced nothing
                 signal.signal(signal.SIGTERM, self._sigterm_handler)
 
-    def _begin_epoch(self, trainer: Trainer) -> None:
-        """Begin the next epoch normally, where the state is of an epoch's end.
-
-        Lightning makes iterators of its own then, also for the finished epoch, or loses the
-        loader's state.
-        """
-        loop = trainer.fit_loop
-        if self._rng_state is None or not loop.epoch_loop.batch_progress.is_last_batch:
-            return
-        loader = trainer.train_dataloader
-        if not isinstance(loader, DataLoader):
-            self._rng_state = None
-            return
-        fetcher = loop._data_fetcher  # noqa: SLF001 the only way to the iterator in use
-        loaders = self._progress.loaders if self._progress is not None else []
-        if not loop.restarting and loaders and fetcher is not None:
-            loader.load_state_dict(loaders[0])  # type: ignore[attr-defined]
-            iter(loader)  # that of the finished epoch
-            iter(fetcher)
-        write_rng(self._rng_state)
-        if loader.generator is None:
-            torch.empty((), dtype=torch.int64).random_()  # a base seed, like DataLoader's iterators
-        self._rng_state = read_rng()
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._begins_epoch:
+            self._restore_rng()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._restore_rng()
+
+    def _restore_rng(self) -> None:
+        """Set the random numbers to those of the state, once: Lightning has drawn others since."""
         if self._rng_state is not None:
             write_rng(self._rng_state)
             self._rng_state = None
@@ -165,18 +151,21 @@ class GpuopsCheckpoint(Callback):
         self._close()
 
     def _close(self, *, save: bool = True) -> None:
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         if self._checkpointer is not None:
             self._checkpointer.close(save=save)
             self._checkpointer = None
 
 
 class _Progress:
-    """The progress of the loops, and the states of the other callbacks."""
+    """The progress of the loops, the order of the data, and the states of the other callbacks."""
 
-    def __init__(self, trainer: Trainer, own: Callback) -> None:
+    def __init__(self, trainer: Trainer, own: Callback, order: DataOrder) -> None:
         self._trainer = trainer
         self._own = own
-        self.loaders: list[dict[str, Any]] = []
+        self._order = order
 
     def state_dict(self) -> dict[str, Any]:
         callbacks = {
@@ -184,11 +173,15 @@ class _Progress:
             for callback in self._trainer.callbacks  # type: ignore[attr-defined]
             if callback is not self._own and (state := callback.state_dict())
         }
-        return {"fit_loop": self._trainer.fit_loop.state_dict(), "callbacks": callbacks}
+        return {
+            "fit_loop": self._trainer.fit_loop.state_dict(),
+            "draws": self._order.state(),
+            "callbacks": callbacks,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(saved["fit_loop"])
-        self.loaders = saved["fit_loop"]["state_dict"].get("combined_loader", [])
+        self._order.resume(saved.get("draws", ()))
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if callback is not self._own and callback.state_key in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][callback.state_key])

@@ -58,7 +58,7 @@ def address_of(ctx: click.Context, address: str | None) -> str:
     if configured is not None and configured.value:
         return str(configured.value)
     raise UsageError(
-        "which checkpoints? Give their directory or URL, or set GPUOPS_CKPT_DIR, or "
+        "which checkpoints? Give their directory or URL with --dir, or set GPUOPS_CKPT_DIR, or "
         "checkpoint.directory in the configuration"
     )
 

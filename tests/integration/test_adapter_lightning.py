@@ -81,14 +81,16 @@ def test_a_fit_that_broke_off_goes_on_bit_for_bit(tmp_path, dies_at, options, no
     assert ours.checkpointer is None
 
 
-def of_several_ranks(lit, order, seed):
-    """Return the loader of one rank of two; a process that resumes draws other numbers at first."""
+def drawn(lit, order, seed):
+    """Return a loader, mostly of one rank of two; who resumes draws other numbers at first."""
     generator = torch.Generator().manual_seed(5)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4, generator=generator))
     torch.manual_seed(seed)
     place = {"num_replicas": 2, "rank": 1}
     if order == "distributed":
         sampler = torch.utils.data.DistributedSampler(data, **place)
+    elif order == "alone":
+        sampler = torch.utils.data.RandomSampler(data, num_samples=8)
     else:  # as Lightning wraps all samplers but torch's own for shuffle=
         inner = {
             "shuffled": lit.StatefulDataLoader(data, shuffle=True).sampler,
@@ -111,25 +113,24 @@ def of_several_ranks(lit, order, seed):
         *(("distributed", step) for step in (4, 6)),
         *(("shuffled", step) for step in (2, 4, 6)),
         *(("weighted", step) for step in (2, 4, 6)),
+        ("alone", 6),
     ],
 )
-def test_the_order_of_data_of_several_ranks_goes_on_too(
-    tmp_path, order, dies_at, options, node, lit
-):
+def test_the_order_of_data_goes_on_whatever_draws_it(tmp_path, order, dies_at, options, node, lit):
     """An epoch has four steps."""
-    whole, undisturbed = lit.fit(tmp_path, data=of_several_ranks(lit, order, 1), **options)
+    whole, undisturbed = lit.fit(tmp_path, data=drawn(lit, order, 1), **options)
     first, _ = lit.fit(
         tmp_path,
         lit.saving(keeper=node.connect(), every=1),
         lit.Dies(dies_at),
-        data=of_several_ranks(lit, order, 1),
+        data=drawn(lit, order, 1),
         **options,
     )
     gc.collect()
     second, trainer = lit.fit(
         tmp_path,
         lit.saving(keeper=node.connect(generation=1), every=1),
-        data=of_several_ranks(lit, order, 2),
+        data=drawn(lit, order, 2),
         **options,
     )
 

@@ -1,8 +1,8 @@
 """Keep the order of the data in Lightning's fit loop over a restart.
 
 Lightning makes the iterators of the training data before it sets the epoch of their samplers, from
-which a ``DistributedSampler`` draws its order. And of a sampler that it wraps for several ranks
-(``DistributedSamplerWrapper``) no loader's state has the order. Both are made good between the
+which a ``DistributedSampler`` draws its order. And no loader's state has the order of torch's own
+random samplers, or of any that Lightning wraps for several ranks. Both are made good between the
 making of the loaders and that of their iterators.
 """
 
@@ -16,7 +16,13 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops.loop import _Loop
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from gpuops.worker.state.objects import read_rng, write_rng
 
@@ -40,7 +46,7 @@ class DataOrder:
         vars(self._loop).pop(_HOOK, None)
 
     def state(self) -> list[Mapping[str, Any]]:
-        """Return the generators from which the wrapped samplers drew the order of this epoch."""
+        """Return the generators from which samplers drew the order of this epoch."""
         return [sampler.drawn_from for sampler in self._samplers]
 
     def resume(self, draws: Sequence[Mapping[str, Any]]) -> None:
@@ -79,11 +85,7 @@ class DataOrder:
         return list(self._loop._combined_loader.flattened)
 
     def _on_loaders_made(self) -> None:
-        self._samplers = [
-            _RecordedSampler.inside(wrapper)
-            for loader in self._loaders
-            for wrapper in _wrappers_of(loader)
-        ]
+        self._samplers = [each for loader in self._loaders for each in _recorded(loader)]
         if self._is_resuming:
             for loader in self._loaders:
                 _set_sampler_epoch(loader, self._loop.epoch_progress.current.processed)
@@ -95,12 +97,19 @@ class DataOrder:
             sampler.draw_again = drawn_from
 
 
-def _wrappers_of(loader: object) -> list[DistributedSamplerWrapper]:
-    """Return Lightning's wrapper, which it gives to the loader or to its batch sampler."""
-    given = (loader, getattr(loader, "batch_sampler", None))
-    samplers = (getattr(each, "sampler", None) for each in given)
-    wrappers = (each for each in samplers if isinstance(each, DistributedSamplerWrapper))
-    return list(dict.fromkeys(wrappers))
+def _recorded(loader: object) -> list["_RecordedSampler"]:
+    """Have the samplers of *loader* recorded whose order is in no state, and return them.
+
+    Lightning gives its wrapper to the loader or to its batch sampler.
+    """
+    found = []
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(owner, "sampler", None)
+        if isinstance(sampler, DistributedSamplerWrapper):
+            found.append(_RecordedSampler.inside(sampler.dataset, "_sampler"))
+        elif owner is not loader and isinstance(sampler, _DRAWING) and _has_state(loader):
+            found.append(_RecordedSampler.inside(owner, "sampler"))
+    return list(dict.fromkeys(found))
 
 
 def _has_state(loader: object) -> bool:
@@ -119,13 +128,13 @@ class _RecordedSampler(Sampler[Any]):
         self.draw_again: Mapping[str, Any] | None = None
 
     @classmethod
-    def inside(cls, wrapper: DistributedSamplerWrapper) -> "_RecordedSampler":
-        """Return the sampler in *wrapper*, which is put there if it is another."""
-        indices: Any = wrapper.dataset
-        if not isinstance(indices._sampler, cls):
-            indices._sampler = cls(indices._sampler)
-        found: _RecordedSampler = indices._sampler
-        return found
+    def inside(cls, owner: object, name: str) -> "_RecordedSampler":
+        """Return the sampler of that *name* in *owner*, which is put there if it is another."""
+        sampler = getattr(owner, name)
+        if not isinstance(sampler, cls):
+            sampler = cls(sampler)
+            setattr(owner, name, sampler)
+        return sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -138,8 +147,12 @@ class _RecordedSampler(Sampler[Any]):
                 own.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
         state = None if own is None else own.get_state().numpy().tobytes()
         self.drawn_from = {"global": read_rng(), "own": state}
-        return iter(self._sampler)
+        yield from self._sampler
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
+
+
+# torch's, that draw when the first index is asked for, as `_RecordedSampler` notes it.
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, _RecordedSampler)

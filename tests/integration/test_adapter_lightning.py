@@ -105,16 +105,16 @@ def drawn(lit, order, seed):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_steps": 11, "max_epochs": -1}], ids=["epochs", "steps"]
-)
-@pytest.mark.parametrize(
-    ("order", "dies_at"),
+    ("order", "dies_at", "options"),
     [
-        *(("distributed", step) for step in (4, 6)),
-        *(("shuffled", step) for step in (2, 4, 6)),
-        *(("weighted", step) for step in (2, 4, 6)),
-        ("alone", 6),
+        *(("distributed", step, {}) for step in (4, 6)),
+        *(("shuffled", step, {}) for step in (2, 4, 6)),
+        *(("weighted", step, {}) for step in (2, 4, 6)),
+        ("alone", 6, {}),
+        ("distributed", 4, {"max_steps": 11, "max_epochs": -1}),
+        ("shuffled", 6, {"max_steps": 11, "max_epochs": -1}),
     ],
+    ids=str,
 )
 def test_the_order_of_data_goes_on_whatever_draws_it(tmp_path, order, dies_at, options, node, lit):
     """An epoch has four steps."""

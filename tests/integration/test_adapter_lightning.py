@@ -234,3 +234,11 @@ def test_it_is_of_no_use_outside_of_fit_and_harms_nothing(tmp_path, lit):
 
     trainer.test(Tested(), lit.loader(), verbose=False)
     assert ours.checkpointer is None
+
+
+@pytest.mark.usefixtures("lit")  # or it is not installed
+def test_a_lightning_without_the_names_that_the_order_of_data_needs_trains_all_the_same(caplog):
+    from gpuops.worker.adapters.lightning import _data_order
+
+    assert _data_order(object()) is None
+    assert "does not know this version of Lightning ('object' object has no" in caplog.text

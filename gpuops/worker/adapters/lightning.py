@@ -14,11 +14,12 @@ A drain ends the fit after a step whose state is saved, as Lightning ends it on 
 
 # ruff: noqa: ARG002, ANN401 the hooks and their arguments are the framework's
 
+import logging
 import signal
 from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -26,9 +27,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.errors import UsageError
 from gpuops.worker import api
-from gpuops.worker.adapters.lightning_data import DataOrder
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.state.objects import read_rng, write_rng
+
+if TYPE_CHECKING:  # needs private names of Lightning
+    from gpuops.worker.adapters.lightning_data import DataOrder
+
+_log = logging.getLogger(__name__)
 
 
 class GpuopsCheckpoint(Callback):
@@ -76,7 +81,7 @@ class GpuopsCheckpoint(Callback):
         self._close(save=False)
         options = dict(self._options)
         # The state is restored into the first of them, the user's own.
-        self._order = DataOrder(trainer.fit_loop)
+        self._order = _data_order(trainer.fit_loop)
         progress = _Progress(trainer, self, self._order)
         extra = ChainMap(options.pop("extra", {}), {"lightning": progress})
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -159,10 +164,28 @@ class GpuopsCheckpoint(Callback):
             self._checkpointer = None
 
 
+def _data_order(loop: Any) -> "DataOrder | None":
+    """Return what keeps the order of the data of *loop*, None in a Lightning that it does not know.
+
+    It needs names that are private to Lightning, whose next version may lack one.
+    """
+    try:
+        from gpuops.worker.adapters.lightning_data import DataOrder
+
+        return DataOrder(loop)
+    except (ImportError, AttributeError) as exc:
+        _log.warning(
+            "the order of the data within an epoch is not resumed: gpuops does not know this "
+            "version of Lightning (%s)",
+            exc,
+        )
+        return None
+
+
 class _Progress:
     """The progress of the loops, the order of the data, and the states of the other callbacks."""
 
-    def __init__(self, trainer: Trainer, own: Callback, order: DataOrder) -> None:
+    def __init__(self, trainer: Trainer, own: Callback, order: "DataOrder | None") -> None:
         self._trainer = trainer
         self._own = own
         self._order = order
@@ -175,13 +198,14 @@ class _Progress:
         }
         return {
             "fit_loop": self._trainer.fit_loop.state_dict(),
-            "draws": self._order.state(),
+            "draws": [] if self._order is None else self._order.state(),
             "callbacks": callbacks,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(saved["fit_loop"])
-        self._order.resume(saved.get("draws", ()))
+        if self._order is not None:
+            self._order.resume(saved.get("draws", ()))
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if callback is not self._own and callback.state_key in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][callback.state_key])

@@ -27,12 +27,17 @@ from torch.utils.data import (
 from gpuops.worker.state.objects import read_rng, write_rng
 
 _HOOK = "_load_combined_loader_states"  # `FitLoop.setup_data` calls it once the loaders are made
+_USED = ("_combined_loader_states_to_load", "_resuming_from_checkpoint", "reset_restart_stage")
 
 
 class DataOrder:
     """The order of the training data of one fit; made before their loaders are."""
 
     def __init__(self, loop: Any) -> None:
+        """Raise AttributeError where *loop* has not what is used of it later."""
+        for owner, names in ((loop, _USED), (loop.epoch_loop, _USED[-1:])):
+            for name in names:
+                getattr(owner, name)
         self._loop = loop
         self._samplers: list[_RecordedSampler] = []
         self._saved_draws: Sequence[Mapping[str, Any]] = ()

@@ -7,6 +7,7 @@ equal on all of them; that they did, and that the digests are equal, is seen bef
 complete (`gpuops.checkpoint.keeper.replica_checker`).
 """
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,9 @@ KEY = "shared"
 MARK = b'\\"shared\\":[{'  # in the header of an image that shares, and in no other
 DIGEST_BYTES = 16
 _NAMES_MAX = 10_000_000  # an image's header has fewer
+KEYS_MAX = 64  # groups that the nodes write once; of further ones each node writes its own copy
+GroupKeys = Annotated[tuple[Annotated[str, Limit(16, low=16)], ...], Limit(KEYS_MAX)]
+_OWN_SHARE_MAX = 0.1
 _Rank = Annotated[int, Limit(WORLD_MAX)]
 
 
@@ -33,6 +37,8 @@ class SharedTensors:
 
     ``key`` is their `group_key`. ``owners`` has for each of ``names`` the rank, of this node, whose
     image has the tensor. ``stored``: the numbers of those whose digest is in this image, in order.
+    ``source``: on disk, the root of the digest of the image in memory that this one was written
+    from, where that has tensors that other nodes write (`gpuops.checkpoint.storage.written_once`).
     """
 
     ranks: tuple[int, ...]
@@ -40,6 +46,7 @@ class SharedTensors:
     names: tuple[str, ...]
     owners: tuple[int, ...]
     stored: tuple[int, ...]
+    source: str = ""
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -59,6 +66,7 @@ class _Entry(Message):
     names: Annotated[tuple[str, ...], Limit(_NAMES_MAX, low=1)]
     owners: Annotated[tuple[_Rank, ...], Limit(_NAMES_MAX)]
     stored: Annotated[tuple[int, ...], Limit(2 * _NAMES_MAX)]
+    source: Annotated[str, Limit(64)] = ""
 
 
 def group_key(world: int, ranks: Sequence[int], specs: Sequence["TensorSpec"]) -> str:
@@ -80,6 +88,36 @@ def assign_owners(sizes_bytes: Sequence[int], ranks: Sequence[int]) -> tuple[int
         owners[number] = owner
         loads[owner] += sizes_bytes[number]
     return tuple(owners)
+
+
+def is_written_once(own_bytes: float, shared_bytes: int, n_ranks: int) -> bool:
+    """Return whether the nodes write once what all *n_ranks* of a job share.
+
+    *own_bytes* is what each rank has for itself. A node that restores reads the whole images of all
+    ranks then.
+    """
+    return own_bytes * n_ranks <= _OWN_SHARE_MAX * shared_bytes
+
+
+def assign_writers(
+    sizes_bytes: Sequence[int], ranks_by_node: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the rank whose image has each tensor on disk, so that all nodes write about as much.
+
+    It is the owner on one of the nodes, whose ranks of the group *ranks_by_node* has: the image in
+    memory of this rank has the tensor, too, and may be written as it is.
+    """
+    owners_by_count = {
+        count: assign_owners(sizes_bytes, range(count)) for count in {len(n) for n in ranks_by_node}
+    }
+    loads = [(0, node) for node in range(len(ranks_by_node))]
+    writers = [0] * len(sizes_bytes)
+    for number in sorted(range(len(sizes_bytes)), key=lambda n: (-sizes_bytes[n], n)):
+        load, node = loads[0]
+        ranks = ranks_by_node[node]
+        writers[number] = ranks[owners_by_count[len(ranks)][number]]
+        heapq.heapreplace(loads, (load + sizes_bytes[number], node))
+    return tuple(writers)
 
 
 def plan_sharing(
@@ -136,6 +174,7 @@ def to_json(shared: Sequence[SharedTensors]) -> list[dict[str, Any]]:
             each.names,
             each.owners,
             tuple(to_spans(each.stored)),
+            each.source,
         ).to_json()
         for each in shared
     ]
@@ -166,4 +205,4 @@ def _read(entry: _Entry, shard: Shard) -> SharedTensors:
     foreign = {number for number, owner in enumerate(entry.owners) if owner != shard.rank}
     if not foreign <= set(stored):
         raise ValueError("a tensor of another owner has no digest")
-    return SharedTensors(ranks, entry.key, entry.names, entry.owners, stored)
+    return SharedTensors(ranks, entry.key, entry.names, entry.owners, stored, entry.source)

@@ -148,7 +148,7 @@ class Keeper:
         if self.buffer_table.commit(state):
             self.replicas = {key for key in self.replicas if key[0] >= state}
 
-    def try_persist(self, state):
+    def try_persist(self, state, _once=None):
         self.commit(state)
         if state not in self.buffer_table.complete_states() or self.world.rng.random() < 0.1:
             return False

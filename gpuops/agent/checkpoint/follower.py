@@ -330,7 +330,8 @@ class CommitFollower:
             now.persisted = None
         if persist is not None and persist.epoch == epoch and persist != now.persisted:
             now.acknowledged = persist
-            if client.try_persist(persist):  # while it is still the newest
+            # While it is still the newest.
+            if client.try_persist(persist, record.write_once(now.roster)):
                 now.persisted = persist
         is_new = committed is not None and committed.epoch == epoch
         if committed is not None and is_new and (now.committed or _NONE) < committed:

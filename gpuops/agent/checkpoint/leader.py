@@ -146,13 +146,14 @@ class CommitLeader(LeaderExtension):
             next_step=self._pacer.next_step(),
             leader=self._me.node,
             nodes={member.agent: member.node for member in roster.members},
+            equal_at=self._replica_check.equal_at,
         )
-        after = judge(before, summary)
         self._replica_check.restore(before.differ, before.alike)
         self._differ = [
             *self._differ,
             *self._replica_check.observe(statuses.values(), restore.epoch),
         ][-NAMED_MAX:]
+        after = judge(before, summary)
         if self._differ:
             after = replace(after, differ=(*before.differ, *self._differ)[-NAMED_MAX:])
         self._commit = (version, before)

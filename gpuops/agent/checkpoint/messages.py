@@ -21,6 +21,8 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.placement.domains import LEVELS_MAX
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
+from gpuops.checkpoint.sharing import GroupKeys
+from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     EPOCH_MAX,
     WORLD_MAX,
@@ -30,7 +32,7 @@ from gpuops.checkpoint.types import (
     StateId,
     Tier,
 )
-from gpuops.control.record import GENERATION_MAX, NAME_CHARS_MAX, PORT_MAX
+from gpuops.control.record import GENERATION_MAX, NAME_CHARS_MAX, PORT_MAX, Roster
 from gpuops.control.store import VALUE_BYTES_MAX
 from gpuops.wire.messages import LENIENT, Limit, Message, Using
 
@@ -201,7 +203,8 @@ class CommitRecord(Message):
     """The agreement of all nodes. ``committed``: each node of the generation has all its copies.
 
     ``dropped`` will never be committed, the newest first. All nodes write ``persist`` to the
-    directory; ``sealed`` is complete there except for its manifest, which ``sealer`` writes;
+    directory, and of the groups of ranks with the keys ``once``, which were equal at that state,
+    each tensor once; ``sealed`` is complete there except for its manifest, which ``sealer`` writes;
     ``persisted`` has its manifest too. No step before ``aim`` is saved: by then all nodes have the
     decision. ``differ``: ranks of several nodes that differ, or are equal again, the newest last;
     ``alike``: by key the last state in which they were equal, for a few keys. ``last``: the final
@@ -212,6 +215,7 @@ class CommitRecord(Message):
     committed: StateId | None = None
     dropped: Annotated[tuple[StateId, ...], Limit(DROPPED_MAX)] = ()
     persist: StateId | None = None
+    once: GroupKeys = ()
     sealed: StateId | None = None
     persisted: StateId | None = None
     sealer: Annotated[str, Limit(NAME_CHARS_MAX)] = ""
@@ -223,3 +227,8 @@ class CommitRecord(Message):
         field(default_factory=dict)
     )
     last: Annotated[FinalCommitRecord, LENIENT] = field(default_factory=FinalCommitRecord)
+
+    def write_once(self, roster: Roster) -> WriteOnce | None:
+        """Return what the nodes of *roster* write once of ``persist``, None for nothing."""
+        sizes = tuple(member.n_workers for member in roster.members)
+        return WriteOnce(self.once, sizes) if self.once else None

@@ -20,6 +20,7 @@ from gpuops.checkpoint.agreement.replica_check import (
     n_differing,
     only_difference,
 )
+from gpuops.checkpoint.sharing import KEYS_MAX
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Member, Roster
 
@@ -37,6 +38,7 @@ class _Comparison:
     history: ComparisonHistory = field(default_factory=ComparisonHistory)
     digests: OrderedDict[StateId, dict[int, RankDigest]] = field(default_factory=OrderedDict)
     is_over: bool = False
+    n_ranks: int = 0
     n_reported: int = 0
     open: ReplicaDifference | None = None
 
@@ -94,6 +96,7 @@ class ReplicaCheck:
             comparison = self._comparison(group.key)
             if comparison is None:
                 continue
+            comparison.n_ranks = group.n_ranks
             by_rank = comparison.digests.setdefault(group.state, {})
             is_new = not by_rank.keys() >= group.rank_digests.keys()
             by_rank |= group.rank_digests
@@ -102,6 +105,16 @@ class ReplicaCheck:
             if is_new and len(by_rank) == group.n_ranks and not comparison.is_over:
                 found += _compare(comparison, group, by_rank)
         return found
+
+    def equal_at(self, state: StateId) -> tuple[str, ...]:
+        """Return the keys of the groups of which each rank reported the same digest at *state*."""
+        found = [
+            key
+            for key, comparison in self._comparisons.items()
+            if len(comparison.digests.get(state, ())) == comparison.n_ranks
+            and len(set(comparison.digests[state].values())) == 1
+        ]
+        return tuple(sorted(found)[:KEYS_MAX])
 
     def _comparison(self, key: str) -> _Comparison | None:
         """Return the comparison of *key*, None where there are too many."""

@@ -7,7 +7,7 @@ record is the first argument, and the result replaces it by compare-and-swap.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpuops.agent.checkpoint.messages import (
@@ -38,7 +38,8 @@ class StatusSummary:
 
     States of another ``epoch`` belong to former workers. ``overdue`` states have waited too long
     for a node. ``next_step`` is the first step that all can save once the present decision has
-    reached them. ``leader`` is the leader's node; ``nodes`` maps agents to nodes.
+    reached them. ``equal_at`` returns the keys of the groups of ranks whose digests of a state are
+    all known and equal. ``leader`` is the leader's node; ``nodes`` maps agents to nodes.
     """
 
     generation: int
@@ -50,6 +51,7 @@ class StatusSummary:
     next_step: int | None = None
     leader: str = ""
     nodes: Mapping[str, str] = field(default_factory=dict)
+    equal_at: Callable[[StateId], tuple[str, ...]] = lambda _state: ()
 
     @property
     def last(self) -> frozenset[StateId]:
@@ -113,6 +115,8 @@ def judge(before: CommitRecord, summary: StatusSummary) -> CommitRecord:
         committed=committed,
         dropped=dropped,
         persist=persist,
+        # Decided together with the state: all nodes go by the same keys.
+        once=before.once if persist == before.persist else _equal_at(summary, persist),
         sealed=sealed,
         persisted=persisted,
         sealer=summary.leader if is_left else before.sealer,
@@ -249,6 +253,10 @@ def _persist(
     if last is not None and last.epoch == summary.epoch and any(w.told != last for w in statuses):
         return last
     return committed
+
+
+def _equal_at(summary: StatusSummary, state: StateId | None) -> tuple[str, ...]:
+    return () if state is None else summary.equal_at(state)
 
 
 def _sealed(

@@ -24,6 +24,7 @@ from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
 from gpuops.checkpoint.storage.stored_ranges import StoredRanges
+from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
@@ -282,12 +283,25 @@ class _Candidate:
         """Ignore the directory's copy where it differs from memory: another run wrote it."""
         if self.stored is None or not self.memory:
             return
-        records = {record.shard: record.digest.root for record in self.stored.manifest.shards}
-        if any(records.get(s) != entry.copy.digest.root for s, entry in self.memory.items()):
+        if not all(map(self._is_stored, self.memory)):
             self.choice.add_reason(
                 f"the directory has a different {self.state}: two runs write there"
             )
             self.stored = None
+
+    def _is_stored(self, shard: Shard) -> bool:
+        """Return whether the directory has the image of *shard* that memory has.
+
+        It may be without what other nodes have written.
+        """
+        assert self.stored is not None
+        assert self.store is not None
+        if shard.world != self.stored.manifest.world:
+            return False
+        record, root = self.stored.manifest.record(shard), self.memory[shard].copy.digest.root
+        return (
+            record.digest.root == root or read_source_root(self.store, self.state, record) == root
+        )
 
     def _find_verified(self, shard: Shard) -> ShardLocation | str:
         """Return a verified copy of *shard*, or the reason why there is none."""

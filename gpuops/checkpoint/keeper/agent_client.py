@@ -20,6 +20,7 @@ from gpuops.checkpoint.keeper.messages import (
     KeeperStatus,
     holder_pages,
 )
+from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     WHY_CHARS_MAX,
     KeeperAddress,
@@ -173,16 +174,19 @@ class KeeperClient:
         """Have the keeper report ranks of several nodes, some of them here, that differ."""
         self._connection.call(Done, "differ", report=replica_report_to_json(report))
 
-    def commit(self, state: StateId, *, persist: bool = False) -> bool:
+    def commit(
+        self, state: StateId, *, persist: bool = False, once: WriteOnce | None = None
+    ) -> bool:
         """Commit a state that is complete on all nodes; return whether it was new here.
 
-        *persist*: also begin to persist this node's shards of it.
+        *persist*: also begin to persist this node's shards of it, and of what is equal on all nodes
+        at this state, *once*, its part.
         """
-        return self._connection.call(bool, "commit", state=state, persist=persist)
+        return self._connection.call(bool, "commit", state=state, persist=persist, once=once)
 
-    def try_persist(self, state: StateId) -> bool:
+    def try_persist(self, state: StateId, once: WriteOnce | None = None) -> bool:
         """Commit *state*, and begin to write this node's shards; False: refused for now."""
-        return self._is_taken(lambda: self.commit(state, persist=True))
+        return self._is_taken(lambda: self.commit(state, persist=True, once=once))
 
     def try_commit_persisted(self, state: StateId, world: int) -> bool:
         """Write the manifest of a state whose shards are all written; False: refused for now."""

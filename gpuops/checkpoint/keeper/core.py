@@ -31,6 +31,7 @@ from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.storage.persister import OpenStore, Persister
+from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     CheckpointError,
     Digest,
@@ -357,7 +358,7 @@ class KeeperCore:
             raise KeeperError("the state to resume from was already decided for this generation")
         return self.instructions
 
-    def commit(self, state: StateId, *, persist: bool) -> bool:
+    def commit(self, state: StateId, *, persist: bool, once: WriteOnce | None = None) -> bool:
         """Commit a state that all nodes have; return whether memory holds it and it was newer.
 
         Raises:
@@ -367,7 +368,7 @@ class KeeperCore:
         if is_new:
             self._on_committed(state)
         if persist:
-            self.persister.persist(state)
+            self.persister.persist(state, once)
         return is_new
 
     def set_next_step(self, step: Step) -> None:
@@ -382,11 +383,10 @@ class KeeperCore:
     def progress(self) -> KeeperProgress:
         table, persister, pusher = self.memory.buffer_table, self.persister, self.peers.pusher
         complete = tuple(self.memory.complete_states()[:COMPLETE_MAX])
-        refused = sorted(set(table.rejected) - set(complete), reverse=True)
         return KeeperProgress(
             whole=complete,
             replicated=tuple(state for state in complete if pusher.is_replicated(state)),
-            refused=tuple(refused),
+            refused=tuple(sorted(set(table.rejected) - set(complete), reverse=True)),
             newest=table.last_committed,
             persisted=persister.last_persisted,
             parts=tuple(persister.written_states),

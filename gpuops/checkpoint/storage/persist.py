@@ -25,6 +25,7 @@ from gpuops.checkpoint.storage.api import (
     unthrottled,
 )
 from gpuops.checkpoint.storage.image_file import read_layout_hash
+from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Digest, Shard, StateId
 from gpuops.host.clock import Clock, SystemClock
 
@@ -219,7 +220,13 @@ def _are_committed(store: CheckpointStore, state: StateId, records: list[ShardRe
     stored = _find_manifest(store, state)
     if stored is None or stored.world != records[0].shard.world:
         return False
-    return all(stored.record(record.shard) == record for record in records)
+    return all(_is_stored(store, stored, record) for record in records)
+
+
+def _is_stored(store: CheckpointStore, stored: Manifest, record: ShardRecord) -> bool:
+    """Return whether the image of *record* is there, maybe without what other nodes wrote."""
+    found = stored.record(record.shard)
+    return found == record or read_source_root(store, stored.state, found) == record.digest.root
 
 
 def _find_manifest(store: CheckpointStore, state: StateId) -> Manifest | None:

@@ -23,6 +23,7 @@ from gpuops.checkpoint.storage.persist import (
     persist_node_shards,
     prune,
 )
+from gpuops.checkpoint.storage.written_once import WriteOnce, plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 BACKOFF_MIN_S = 5.0
@@ -34,13 +35,17 @@ OpenStore = Callable[[str], CheckpointStore]
 
 @dataclass(frozen=True, slots=True)
 class PersistTask:
-    """One state to be written; ``session`` is the session where other nodes write shards, too."""
+    """One state to be written; ``session`` is the session where other nodes write shards, too.
+
+    ``once``: what the nodes hold alike and write once, None where each writes all of its own.
+    """
 
     state: StateId
     shards: Mapping[Shard, MemoryShard]
     policy: CheckpointPolicy
     origin: StateOrigin
     session: str | None = None
+    once: WriteOnce | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,14 @@ class PersistOutcome:
 
 
 def run_persist(
-    task: PersistTask, open_store: OpenStore, should_stop: Callable[[], bool]
+    task: PersistTask,
+    open_store: OpenStore,
+    should_stop: Callable[[], bool],
+    check_fits: Callable[[int], None] = lambda _nbytes: None,
 ) -> PersistOutcome:
     """Write the state, then apply retention.
+
+    *check_fits* is called with the size of an image that is made for writing.
 
     Raises:
         CheckpointError: It could not be written; nothing was removed.
@@ -87,9 +97,17 @@ def run_persist(
     except CheckpointError as exc:
         warning = str(exc)
     if task.session is not None:
-        written = persist_node_shards(
-            store, task.state, sources, session=task.session, throttle=throttle
-        )
+        write = partial(persist_node_shards, store, task.state, throttle=throttle)
+        images = plan_images(task.shards, task.once, check_fits)
+        if not images:
+            written = write(sources, session=task.session)
+            return PersistOutcome(written, is_complete=False, warning=warning)
+        parts = []
+        for image in images:
+            with image.made() as source:
+                parts.append(write({image.shard: source}, session=task.session))
+        seconds, nbytes = sum(it.seconds for it in parts), sum(it.nbytes for it in parts)
+        written = PersistResult(task.state, seconds, nbytes)
         return PersistOutcome(written, is_complete=False, warning=warning)
     persisted = persist(store, task.state, sources, origin=task.origin, throttle=throttle)
     pruned, why = _prune_old(store, task.policy, task.state)
@@ -302,8 +320,11 @@ class Persister:
             assert table.last_committed is not None
             self.persist(table.last_committed)
 
-    def persist(self, state: StateId) -> None:
-        """Begin to persist *state*.
+    def persist(self, state: StateId, once: WriteOnce | None = None) -> None:
+        """Begin to persist *state*; *once*: what the nodes hold alike and write once.
+
+        Of a state of an older epoch all is written: who writes what follows from the nodes of the
+        generation that saved it.
 
         Raises:
             KeeperError: Memory does not have it, there is no directory, or another write is in
@@ -319,12 +340,15 @@ class Persister:
         table.pin(state, _PIN)
         session = None if table.is_single_node else self.origin.job
         shards = self.memory.complete_shards(state)
-        task = PersistTask(state, shards, policy, self.origin, session)
+        once = once if state.epoch == table.epoch else None
+        task = PersistTask(state, shards, policy, self.origin, session, once)
         self.schedule.on_start(state, self.clock_s())
         run_task(self._run_persist(task))
 
     async def _run_persist(self, task: PersistTask) -> None:
-        work = partial(run_persist, task, self.open_store, self._should_stop)
+        work = partial(
+            run_persist, task, self.open_store, self._should_stop, self.memory.check_fits
+        )
         why = ""
         try:
             outcome = await JobResult(self.jobs, JobKind.PERSIST, work)

@@ -274,16 +274,23 @@ class SavedState:
         return True
 
     def _find_in(self, image: _ShardImage, name: str) -> tuple[_ShardImage, PlacedTensor] | None:
-        """Return the tensor of the rank of *image*: from there, or from its owner's image."""
-        if name in image.tensors:
-            return image, image.tensors[name]
-        owner = image.owner_by_name.get(name)
-        if owner is None:
-            return None
-        owners = self._image(owner)
-        if name not in owners.tensors:
-            raise CorruptError(f"{name} is not in the image of rank {owner}, which has to have it")
-        return owners, owners.tensors[name]
+        """Return the tensor of the rank of *image*: from there, or from its owner's image.
+
+        The owner's image may be without it, and name a rank of another node: it comes from disk,
+        this one from memory.
+        """
+        seen: list[int] = []
+        while name not in image.tensors:
+            owner = image.owner_by_name.get(name)
+            if owner is None and not seen:
+                return None
+            if owner is None or owner in seen:
+                raise CorruptError(
+                    f"{name} is not in the image of rank {seen[-1]}, which has to have it"
+                )
+            seen.append(owner)
+            image = self._image(owner)
+        return image, image.tensors[name]
 
     def _find_tensor(self, name: str) -> tuple[_ShardImage, PlacedTensor] | None:
         found = self._find_in(self._image(self._home_rank), name)

@@ -146,6 +146,22 @@ def test_the_next_one_persists_only_once_all_know_of_the_one_before():
     assert judge(mark, everybody(told=first, is_due=True)).persist == second
 
 
+def test_what_is_written_once_is_decided_with_the_state_and_stays_until_the_next():
+    first, second = StateId(EPOCH, 1), StateId(EPOCH, 2)
+    keys = {first: ("0" * 16,), second: ()}
+
+    def after(mark, known, **more):
+        return judge(mark, replace(everybody(**more), equal_at=known))
+
+    mark = after(CommitRecord(), keys.get, replicated=(first,), is_due=True)
+    assert (mark.persist, mark.once) == (first, keys[first])
+    assert CommitRecord.from_json(mark.to_json()) == mark
+    later = after(mark, lambda _state: (), replicated=(second, first), told=None, is_due=True)
+    assert (later.committed, later.persist, later.once) == (second, first, keys[first])
+    later = after(later, keys.get, replicated=(second,), told=first, is_due=True)
+    assert (later.persist, later.once) == (second, ())
+
+
 @pytest.mark.parametrize(("step", "is_missed"), [(1, False), (2, True), (None, True)])
 def test_only_who_cannot_write_what_is_to_persist_keeps_the_others_from_waiting(step, is_missed):
     older, newest = StateId(EPOCH, 1), StateId(EPOCH, 2)

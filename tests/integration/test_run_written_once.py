@@ -1,0 +1,52 @@
+"""Two nodes of two data-parallel ranks each: the directory has once what all ranks hold alike."""
+
+import re
+from contextlib import ExitStack
+
+import pytest
+from support.cluster_run import free_port
+from support.runs import JOBS, Run
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+WIDTH = 20_000  # 1.46 million parameters: with AdamW's state 17.5 MB
+STATE_BYTES = 3 * 4 * (64 * WIDTH + WIDTH + 8 * WIDTH + 8)
+MB = 10**6
+
+
+def run_two_nodes(folder, directory):
+    """Return the digest of each rank's state at the end, and the tiers that they loaded from."""
+    (folder / "r").mkdir(parents=True, mode=0o700)
+    flags = (
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"),
+        *(f"--rdzv-endpoint=127.0.0.1:{free_port('127.0.0.1')}", "--health-gate=off"),
+    )
+    job = (JOBS / "resumes.py", "--diary", folder / "diary", "--steps", 3, "--width", WIDTH)
+    env = {"GPUOPS_STATE": str(folder / "home"), "XDG_RUNTIME_DIR": str(folder / "r")}
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                Run(
+                    folder / node,
+                    *(*flags, *job, "--directory", directory),
+                    env=env | {"SLURMD_NODENAME": node},
+                )
+            )
+            for node in ("nodea", "nodeb")
+        ]
+        assert [run.finish(120) for run in runs] == [0, 0], "".join(run.said() for run in runs)
+        said = "".join(run.said() for run in runs)
+        loads = [load for run in runs for load in run.payloads("checkpoint.restored")]
+    return dict(re.findall(r"rank (\d) weights (\w+) after", said)), loads
+
+
+def test_the_directory_has_each_byte_once_and_gives_every_rank_its_state(tmp_path):
+    saved, _ = run_two_nodes(tmp_path / "first", tmp_path / "states")
+    files = list((tmp_path / "states").glob("step-000000000003.*/shard-*.safetensors"))
+    nbytes = sum(file.stat().st_size for file in files)
+
+    assert len(files) == 4
+    assert STATE_BYTES <= nbytes <= STATE_BYTES + 4 * MB / 4
+    loaded, loads = run_two_nodes(tmp_path / "second", tmp_path / "states")
+    assert {(load["step"], load["tier"]) for load in loads} == {(3, "persistent")}
+    assert loaded == saved
+    assert len(set(saved.values())) == len(saved) == 4

@@ -1,0 +1,330 @@
+"""Two nodes whose ranks hold tensors alike: on disk they are once, where all digests were equal."""
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from support.in_process_keeper import InProcessNode
+
+from gpuops.agent.checkpoint.replica_check import ReplicaCheck
+from gpuops.checkpoint.image import (
+    TensorSpec,
+    image_order,
+    plan_image,
+    read_layout,
+    write_digests,
+    write_metadata_blob,
+)
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
+from gpuops.checkpoint.sharing import assign_owners, assign_writers, plan_sharing
+from gpuops.checkpoint.storage.written_once import WriteOnce
+from gpuops.checkpoint.types import Shard
+
+NAMES = tuple(f"layer.{n}" for n in range(12))
+N_FLOATS = 25_000
+SHARED_BYTES = len(NAMES) * N_FLOATS * 4
+WORLD, SIZES = 4, (2, 2)
+
+
+class Node:
+    """A node of two ranks of a job of two nodes; its states go to *directory*."""
+
+    def __init__(self, number, directory, generation=0):
+        self.available = 2**40
+        self.node = InProcessNode(available=lambda: self.available)
+        self.ranks = (2 * number, 2 * number + 1)
+        self.core = self.node.core
+        self.core.begin_generation(generation, 2, None, "job")
+        self.keepers = [
+            self.node.connect(
+                rank=r, world=WORLD, local_rank=n, local_world=2, generation=generation
+            )
+            for n, r in enumerate(self.ranks)
+        ]
+        self.keepers[0].set_policy(CheckpointPolicy(directory=str(directory)))
+
+    def start(self, state=None, epoch=1):
+        self.core.restore_from(state, epoch)
+        self.points = [keeper.restore_point(1.0) for keeper in self.keepers]
+        return self
+
+    def reserve(self, own_floats=100, on_device=()):
+        replicas, self.layouts, self.slots = dict.fromkeys(NAMES, tuple(range(WORLD))), [], []
+        for rank, keeper in zip(self.ranks, self.keepers, strict=True):
+            sizes = dict.fromkeys(NAMES, N_FLOATS) | {"own": own_floats}
+            specs = image_order(
+                TensorSpec(x, "F32", (n,), 4 * n, (0,), (n,)) for x, n in sizes.items()
+            )
+            shared = plan_sharing(Shard(rank, WORLD), specs, replicas, self.ranks, on_device)
+            self.layouts.append(plan_image(Shard(rank, WORLD), specs, 100, replicas, shared))
+            self.slots.append(keeper.reserve(self.layouts[-1], slots=2))
+        return self
+
+    def save(self, step, wrong=()):
+        for n, keeper in enumerate(self.keepers):
+            lease, layout = keeper.acquire(step), self.layouts[n]
+            assert isinstance(lease, Lease)
+            view = self.slots[n][lease.slot].view
+            view[: len(layout.header)] = layout.header
+            for placed in layout.tensors:
+                view[placed.begin : placed.end] = data_of(placed.spec, step, self.ranks[n], wrong)
+            names = [name for each in layout.shared for name in each.stored_names]
+            spec = next(t.spec for it in self.layouts for t in it.tensors if t.spec.name in NAMES)
+            write_digests(
+                view,
+                layout,
+                [
+                    xxhash.xxh3_128_digest(data_of(spec, step, 0, wrong, name=name))
+                    for name in names
+                ],
+            )
+            write_metadata_blob(view, layout, b"rank %d" % self.ranks[n])
+            keeper.mark_written(lease)
+        self.node.jobs.run_callbacks()
+        return self.core.progress().whole[0]
+
+    def persist(self, state, once=()):
+        self.core.commit(state, persist=True, once=WriteOnce(once, SIZES) if once else None)
+        self.node.jobs.run_callbacks()
+
+    def seal(self, state):
+        self.core.persister.commit_shards(state, WORLD)
+        self.node.jobs.run_callbacks()
+
+    def values(self, n):
+        """Return what rank *n* of the node loads, by name, through the images that name others."""
+        found, images = {}, {}
+
+        def image(rank):
+            if rank not in images:
+                opened = self.keepers[n].open_shard(self.points[n], Shard(rank, WORLD))
+                data = opened.read_bytes() if hasattr(opened, "read_bytes") else bytes(opened.view)
+                images[rank] = data, read_layout(data)
+            return images[rank]
+
+        for name in (*NAMES, "own"):
+            data, layout = image(self.ranks[n])
+            while name not in {t.spec.name for t in layout.tensors}:
+                data, layout = image(layout.owner_by_name[name])
+            placed = next(t for t in layout.tensors if t.spec.name == name)
+            found[name] = data[placed.begin : placed.end]
+        return found
+
+    def events(self, *kinds):
+        return [event for event in self.node.events() if event["kind"] in kinds]
+
+
+def data_of(spec, step, rank, wrong=(), *, name=None):
+    name = name or spec.name
+    value = step + (rank if name == "own" else NAMES.index(name) / 100)
+    data = bytearray(struct.pack("<f", value) * (spec.nbytes // 4))
+    data[1234 % len(data)] ^= 4 if name in wrong else 0
+    return bytes(data)
+
+
+def expected(step, rank, own_floats=100):
+    sizes = dict.fromkeys(NAMES, N_FLOATS) | {"own": own_floats}
+    return {
+        name: data_of(TensorSpec(name, "F32", (n,), 4 * n, (0,), (n,)), step, rank)
+        for name, n in sizes.items()
+    }
+
+
+def equal_keys(nodes, state):
+    check = ReplicaCheck()
+    check.observe([node.core.progress() for node in nodes], state.epoch)
+    return check.equal_at(state)
+
+
+def files(directory, state, suffix=".safetensors"):
+    return sorted((directory / state.name).glob(f"shard-*{suffix}"))
+
+
+def nbytes(directory, state):
+    return sum(path.stat().st_size for path in files(directory, state))
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = []
+
+    def make(generation=0, numbers=(0, 1)):
+        made.extend(found := [Node(n, tmp_path / "states", generation) for n in numbers])
+        return found
+
+    yield make
+    for each in made:
+        each.node.close()
+
+
+def saved(nodes, step=5, **given):
+    for each in (both := nodes()):
+        each.start().reserve(**given)
+    (state,) = {each.save(step) for each in both}
+    return both, state
+
+
+@given(
+    st.lists(st.integers(0, 10**9), max_size=40),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+)
+def test_nodes_write_about_as_much_each_and_of_what_their_own_ranks_have(sizes, counts):
+    begins = [sum(counts[:n]) for n in range(len(counts))]
+    ranks_by_node = [range(b, b + count) for b, count in zip(begins, counts, strict=True)]
+    writers = assign_writers(sizes, ranks_by_node)
+    owners = [assign_owners(sizes, ranks) for ranks in ranks_by_node]
+
+    loads = [0] * len(counts)
+    for number, writer in enumerate(writers):
+        node = next(n for n, ranks in enumerate(ranks_by_node) if writer in ranks)
+        loads[node] += sizes[number]
+        assert owners[node][number] == writer
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("on_device", [(), NAMES[:5]], ids=["host", "device"])
+def test_what_all_ranks_hold_alike_is_on_disk_once_and_each_rank_gets_it_back(
+    nodes, tmp_path, on_device
+):
+    both, state = saved(nodes, on_device=on_device)
+    keys = equal_keys(both, state)
+    assert len(keys) == 1
+    for node in both:
+        node.persist(state, keys)
+    both[1].seal(state)
+
+    assert len(files(tmp_path / "states", state)) == WORLD
+    assert SHARED_BYTES <= nbytes(tmp_path / "states", state) <= 1.05 * SHARED_BYTES
+    by_node = [it.core.persister.stats()["persist_bytes"] for it in both]
+    assert max(by_node) <= 0.55 * SHARED_BYTES
+    for node in nodes(generation=1):
+        node.start(state, 2)
+        for n, rank in enumerate(node.ranks):
+            assert node.values(n) == expected(5, rank)
+
+
+def test_a_node_that_does_not_know_it_writes_all_of_its_own_and_the_state_is_whole(nodes, tmp_path):
+    both, state = saved(nodes)
+    keys = equal_keys(both, state)
+    both[0].persist(state, keys)
+    both[1].persist(state)
+    both[0].seal(state)
+
+    assert nbytes(tmp_path / "states", state) >= 1.4 * SHARED_BYTES
+    for node in nodes(generation=1):
+        node.start(state, 2)
+        for n, rank in enumerate(node.ranks):
+            assert node.values(n) == expected(5, rank)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_where_a_node_differs_no_group_is_equal_and_each_keeps_its_own(nodes, tmp_path, knows):
+    for each in (both := nodes()):
+        each.start().reserve()
+    both[0].save(5)
+    state = both[1].save(5, wrong=["layer.3"])
+    reported = both if knows else both[:1]
+    keys = equal_keys(reported, state)
+    assert keys == ()
+    for node in both:
+        node.persist(state, keys)
+    both[0].seal(state)
+
+    assert nbytes(tmp_path / "states", state) >= 2 * SHARED_BYTES
+    own, other = [node.start(state, 2).values(0) for node in nodes(generation=1)]
+    assert {name for name in NAMES if own[name] != other[name]} == {"layer.3"}
+
+
+def test_a_writer_that_is_lost_leaves_no_state_that_could_be_loaded(nodes, tmp_path):
+    both, state = saved(nodes)
+    both[0].persist(state, equal_keys(both, state))
+    both[0].seal(state)
+
+    assert not (tmp_path / "states" / state.name).exists()
+    assert both[0].events("persist_failed")
+    # Its shards come from the copies that other nodes hold in memory: those are whole.
+    both[1].persist(state)
+    both[0].seal(state)
+    for node in nodes(generation=1):
+        node.start(state, 2)
+        assert node.values(1) == expected(5, node.ranks[1])
+
+
+def test_a_state_of_another_generation_is_written_as_it_is(nodes, tmp_path):
+    """Its nodes may have had other ranks: they would leave out what no other one writes."""
+    both, state = saved(nodes)
+    keys = equal_keys(both, state)
+    for node in both:
+        node.core.begin_generation(1, 2, None, "job")
+        node.persist(state, keys)
+    both[0].seal(state)
+
+    assert nbytes(tmp_path / "states", state) >= 2 * SHARED_BYTES
+
+
+def test_a_state_that_is_there_is_not_written_again_though_memory_has_other_images(nodes, tmp_path):
+    both, state = saved(nodes)
+    keys = equal_keys(both, state)
+    for node in both:
+        node.persist(state, keys)
+    both[0].seal(state)
+    before = nbytes(tmp_path / "states", state)
+    both[0].core.persister.schedule.reset()
+    both[0].persist(state)
+
+    assert both[0].core.persister.stats()["persist_bytes"] == 0
+    assert both[0].events("persist_failed") == []
+    assert nbytes(tmp_path / "states", state) == before
+    assert [path.name for path in (tmp_path / "states").glob("step-*")] == [state.name]
+
+
+def test_ranks_with_much_of_their_own_write_all_since_a_restore_reads_whole_images(nodes, tmp_path):
+    both, state = saved(nodes, own_floats=N_FLOATS)
+    for node in both:
+        node.persist(state, equal_keys(both, state))
+    both[0].seal(state)
+
+    assert nbytes(tmp_path / "states", state) >= 2 * SHARED_BYTES
+
+
+def test_without_room_for_one_more_image_all_is_written(nodes, tmp_path):
+    both, state = saved(nodes)
+    keys = equal_keys(both, state)
+    for node in both:
+        node.available = 0
+        node.persist(state, keys)
+    both[0].seal(state)
+
+    assert nbytes(tmp_path / "states", state) >= 2 * SHARED_BYTES
+
+
+def test_an_image_that_changed_in_memory_is_not_written(nodes, tmp_path):
+    both, state = saved(nodes)
+    (shard, entry) = next(iter(both[0].core.memory.complete_shards(state).items()))
+    entry.memory.view[both[0].layouts[0].tensors[0].begin + 7] ^= 1
+    both[0].persist(state, equal_keys(both, state))
+
+    (failed,) = both[0].events("persist_failed")
+    assert shard.file_name in failed["why"]
+
+
+def test_the_directory_gives_back_what_is_damaged_in_memory(nodes, tmp_path):
+    """The image in memory is another one than that on disk, and both are of one state."""
+    both, state = saved(nodes)
+    for node in both:
+        node.persist(state, equal_keys(both, state))
+    both[0].seal(state)
+    damaged = both[1]
+    entry = damaged.core.memory.complete_shards(state)[Shard(3, WORLD)]
+    entry.memory.view[-1] ^= 1
+    damaged.core.begin_generation(1, 2, None, "job")
+    damaged.keepers = [
+        damaged.node.connect(rank=r, world=WORLD, local_rank=n, local_world=2, generation=1)
+        for n, r in enumerate(damaged.ranks)
+    ]
+    damaged.start(state, 2)
+
+    for n, rank in enumerate(damaged.ranks):
+        assert damaged.values(n) == expected(5, rank)

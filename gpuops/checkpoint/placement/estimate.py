@@ -16,6 +16,7 @@ from gpuops.checkpoint.placement.survival import (
     mixed_odds,
     ring_odds,
 )
+from gpuops.checkpoint.sharing import is_written_once
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.plan.interval import TierCost, TwoTiers, two_tiers
 from gpuops.units import format_bytes
@@ -41,7 +42,7 @@ class RamNeed:
 
     ``slots`` is for each state of its own, ``copy_slots`` for each replica of a peer's state;
     ``replicas`` counts the copies of a state, the node's own included. ``shared_bytes`` of the
-    ``bytes_per_rank`` are alike on all ranks of the node, which save them once.
+    ``bytes_per_rank`` are alike on all ranks, which save them once a node and write them once.
     """
 
     ranks: int
@@ -68,6 +69,13 @@ class RamNeed:
     def state_bytes(self) -> int:
         """Return the bytes of one state of the node: one slot of each rank."""
         return self.shared_bytes + self.ranks * (self.bytes_per_rank - self.shared_bytes)
+
+    def persisted_bytes(self, n_nodes: int) -> int:
+        """Return the bytes that each of *n_nodes* writes of one state that all ranks share."""
+        own_bytes = self.bytes_per_rank - self.shared_bytes
+        if not is_written_once(own_bytes, self.shared_bytes, n_nodes * self.ranks):
+            return self.state_bytes
+        return -(-self.shared_bytes // n_nodes) + self.ranks * own_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -197,12 +205,13 @@ class TransferTimes:
     """How long the transfers of one node take; None where the rate is not known.
 
     ``replica_s`` to send one copy of a node's state, ``replicas_s`` all copies for its peers;
-    ``persist_s`` to write it, and to read it again.
+    ``persist_s`` to write its part of the state, ``read_s`` to read what it loads.
     """
 
     replica_s: float | None
     replicas_s: float | None
     persist_s: float | None
+    read_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +275,7 @@ def _transfer_times(job: EstimateInput, m: int) -> TransferTimes:
     return TransferTimes(
         replica_s,
         0.0 if m == 1 else None if replica_s is None else replica_s * (m - 1),
+        None if disk is None else job.need.persisted_bytes(len(job.nodes)) / disk,
         None if disk is None else size / disk,
     )
 
@@ -273,14 +283,14 @@ def _transfer_times(job: EstimateInput, m: int) -> TransferTimes:
 def _tier_intervals(
     job: EstimateInput, seconds: TransferTimes, stall_s: float, missed: float
 ) -> TwoTiers | None:
-    if seconds.replicas_s is None or seconds.persist_s is None:
+    if seconds.replicas_s is None or seconds.persist_s is None or seconds.read_s is None:
         return None
     # A lost node's state comes from a peer, and all others wait for it.
     from_peer_s = (seconds.replica_s or 0.0) if job.replicas > 1 else 0.0
     return two_tiers(
         TierCost(stall_s, seconds.replicas_s, job.restart_s + from_peer_s),
         TierCost(
-            seconds.persist_s * job.slowdown, seconds.persist_s, job.restart_s + seconds.persist_s
+            seconds.persist_s * job.slowdown, seconds.persist_s, job.restart_s + seconds.read_s
         ),
         job.mtbf_s,
         missed,

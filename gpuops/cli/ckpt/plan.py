@@ -93,7 +93,7 @@ _PERCENT = option_callback(_parse_percent)
     "--shared-bytes",
     metavar="SIZE",
     callback=_SIZE,
-    help="How much of it all ranks of a node hold alike and save once: with"
+    help="How much of it all ranks hold alike, save once a node and write once: with"
     " DistributedDataParallel, parameters and optimizer state; default: nothing.",
 )
 @click.option("--slots", type=click.IntRange(SLOTS_MIN, 16), default=SLOTS_MIN, show_default=True)

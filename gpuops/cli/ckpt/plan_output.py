@@ -215,10 +215,11 @@ def _cost_lines(
     state = format_bytes(need.state_bytes)
     if plan.placement.replicas > 1:
         yield labelled("replica", _replica_time(plan, state))
+    written = format_bytes(need.persisted_bytes(len(plan.job.nodes)))
     if seconds.persist_s is None:
-        yield labelled("persist", f"{state} a node; seconds with --disk-gbs")
+        yield labelled("persist", f"{written} a node; seconds with --disk-gbs")
     else:
-        yield labelled("persist", f"{format_seconds(seconds.persist_s)} for {state} a node")
+        yield labelled("persist", f"{format_seconds(seconds.persist_s)} for {written} a node")
 
 
 def _replica_time(plan: CheckpointEstimate, state: str) -> str:

@@ -57,6 +57,9 @@ def test_what_ranks_of_a_node_share_is_counted_once():
     assert figures["ram"]["shared_bytes"] == 11.9e9
     assert figures["ram"]["state_bytes"] == 11.9e9 + 8 * 0.1e9
     assert figures["seconds"]["persist_s"] == figures["ram"]["state_bytes"] / 30e9
+    once = as_json("--nodes", "2", *SIZE, *RATES, "--shared-bytes", "11.99GB", "--replicas", "1")
+    assert once["seconds"]["persist_s"] == pytest.approx((11.99e9 / 2 + 8 * 0.01e9) / 30e9)
+    assert once["seconds"]["read_s"] == once["ram"]["state_bytes"] / 30e9
     with pytest.raises(UsageError, match="--shared-bytes 13000000000 is more than"):
         run("--nodes", "2", *SIZE, "--shared-bytes", "13GB")
 

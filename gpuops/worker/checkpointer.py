@@ -49,6 +49,7 @@ from gpuops.worker.schedule import (
     parse_duration,
     parse_interval,
 )
+from gpuops.worker.state.parallel_copy import copy_threads
 
 _log = logging.getLogger(__name__)
 
@@ -156,6 +157,9 @@ class Checkpointer:
     def restore(self) -> int:
         """Load the newest state of the job into the arguments; call it on all ranks, at the start.
 
+        Memory for the next states is allocated here, too, so that the first saves take no longer
+        than later ones.
+
         Returns:
             The completed steps of the loaded state; 0 where there is none.
 
@@ -177,13 +181,13 @@ class Checkpointer:
             self._restored = restore_adapters(
                 self._adapters, source, ranks, allow_pickle=self._allow_pickle
             )
-            if self._restored is None:
-                return 0
-            self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
+            step = self._restored.step if self._restored else 0
             if self._saver is not None:
-                self._saver.prepare(self._restored.step)
-            restored(self._restored.step)
-            return self._restored.step
+                self._saver.prepare_ahead(step, copy_threads(ranks.local_world))
+            if self._restored is not None:
+                self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
+                restored(step)
+            return step
 
     def step(self, n: int) -> None:
         """Save the state if that is due; call it after the optimizer step, on all ranks.

@@ -1,6 +1,7 @@
 """A copy in progress, and whether what it copies was written meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -61,3 +62,15 @@ def _versions(sources: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> list[int
         sum(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001 documented
         for _, tensors in sources
     ]
+
+
+@contextmanager
+def drained_on_error(*streams: Any) -> Iterator[None]:  # noqa: ANN401 torch's
+    """After an error, wait for what *streams* still copy into memory that is then given back."""
+    try:
+        yield
+    except BaseException:  # boundary: raised again
+        for stream in streams:
+            with suppress(RuntimeError):  # a device that failed copies nothing any more
+                stream.synchronize()
+        raise

@@ -1,11 +1,12 @@
 """Memory that a GPU copies into by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from gpuops.checkpoint.memory.numa import numa_node_of, prefer_numa_node
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
@@ -36,6 +37,14 @@ class PinnedBuffer:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_pinned = False
+
+
+def place_near(device: torch.device, slots: Sequence[SharedBuffer]) -> None:
+    """Have the pages of *slots* taken from the NUMA node of *device*, where that is known."""
+    node = numa_node_of(torch.cuda.get_device_properties(device))
+    if node is not None:
+        for memory in slots:
+            prefer_numa_node(memory, node)
 
 
 def _clear_cuda_error(device: torch.device) -> None:

@@ -57,8 +57,7 @@ class CheckpointSaver:
         self.is_rank_zero = ranks.rank == 0
         self._is_first_local_rank = ranks.local_rank == 0
         self._reserved_at_step: int | None = None
-        self._n_reserved_in_row = 0
-        self._changed_names = ""
+        self._n_reserved_in_row, self._changed_names = 0, ""
         self._capturer = StateCapturer(
             adapters,
             Shard(ranks.rank, ranks.world),
@@ -70,14 +69,13 @@ class CheckpointSaver:
         self._slots = slots
         self._connect = connect
         self._search: KeeperSearch | None = None
-        self._search_s = SEARCH_S_MIN
         self._clock_s = clock_s
         self._copier: SlotCopier | None = None
         self._pending: PendingCopy | None = None
         self._lease: Lease | None = None
         self._n_torn = 0
         self._retry_at_s: float | None = None
-        self._retry_s = RETRY_S_MIN
+        self._retry_s, self._search_s = RETRY_S_MIN, SEARCH_S_MIN
         self._warned: set[str] = set()
         self._skipped: Counter[str] = Counter()
         self._stalls_s: deque[float] = deque(maxlen=_N_STALLS)
@@ -124,6 +122,18 @@ class CheckpointSaver:
             self._run_guarded(
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
             )
+
+    def prepare_ahead(self, step: int, n_threads: int) -> None:
+        """Reserve memory before training, allocated and pinned; log what fails, and go on."""
+        if self._copier is None and self._is_on():
+            with suppress(Exception):  # boundary: the user's own state_dict, which `prepare` calls
+                plan = self._capturer.plan_ahead(step)
+                self._run_guarded(lambda keeper: self._reserve(keeper, plan, step))
+        if self._copier is not None:
+            try:
+                self._copier.populate(n_threads)
+            except Exception as exc:  # noqa: BLE001 boundary: a job trains without checkpoints, too
+                self._warn_once(f"the first checkpoints take longer, or are refused: {exc}")
 
     def save(self, step: int, *, asks_keeper: bool, overlap: bool = False) -> bool:
         """Save the state after *step*; return whether it was copied.

@@ -6,8 +6,8 @@ device; other tensors (buffers, averages) are copied on the computing stream, be
 work on it. The host waits for neither.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -24,7 +24,7 @@ from gpuops.checkpoint.image import (
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.sharing import DIGEST_BYTES, plan_sharing
-from gpuops.checkpoint.types import Shard
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
 from gpuops.convert.tensors import (
     TensorPlacements,
     check_storable,
@@ -34,10 +34,11 @@ from gpuops.convert.tensors import (
     views_of,
 )
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
-from gpuops.worker.pending_copy import PendingCopy
-from gpuops.worker.pinned_buffer import PinnedBuffer
+from gpuops.worker.pending_copy import PendingCopy, drained_on_error
+from gpuops.worker.pinned_buffer import PinnedBuffer, place_near
 from gpuops.worker.replica_digest import device_digest, host_digest
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
+from gpuops.worker.state.expected import expected_state, read_ahead
 from gpuops.worker.state.objects import read_rng
 from gpuops.worker.state.optimizer import OptimizerAdapter
 from gpuops.worker.state.resharding import replicated_by_name
@@ -130,7 +131,22 @@ class StateCapturer:
         Raises:
             CheckpointError: Something in it cannot be stored; the message says what.
         """
-        readings = [part.read() for part in self._adapters]
+        return self._capture(step, [part.read() for part in self._adapters])
+
+    @torch.no_grad()
+    def plan_ahead(self, step: int) -> CopyPlan:
+        """Return the plan for the state that there will be after the first step of optimizers.
+
+        Raises:
+            CheckpointError: As `capture`.
+        """
+        with ExitStack() as stack:
+            for part in self._adapters:
+                if isinstance(part, OptimizerAdapter):
+                    stack.enter_context(expected_state(part.optimizer))
+            return self._capture(step, [read_ahead(part) for part in self._adapters]).plan
+
+    def _capture(self, step: int, readings: Sequence[AdapterSnapshot]) -> CapturedState:
         tensors = list(chain.from_iterable(reading.tensors for reading in readings))
         metadata_blob = self._encode_metadata(step, readings)
         if not self._matches_plan(readings, tensors) or not self._fits_metadata(metadata_blob):
@@ -330,6 +346,17 @@ class SlotCopier:
         )
         return rows.view(-1, DIGEST_BYTES).unbind()
 
+    def populate(self, n_threads: int) -> None:
+        """Have the kernel allocate, map and pin all slots now, not in the first copy into each.
+
+        Raises:
+            KeeperError: There is not enough memory; the message has the figures.
+        """
+        if self.plan.device is not None:
+            place_near(self.plan.device, self._slots)
+        for slot in range(len(self._slots)):
+            self._prepare(slot, n_threads)
+
     def close(self) -> None:
         """Release the memory; no copy may be in progress."""
         for pin in self._pinned:
@@ -339,11 +366,14 @@ class SlotCopier:
         for slot in self._slots:
             slot.close()
 
-    def _prepare(self, slot: int) -> tuple[torch.Tensor, ...]:
+    def _prepare(self, slot: int, n_threads: int = 1) -> tuple[torch.Tensor, ...]:
         views = self._views[slot]
         if views is None:
             memory = self._slots[slot]
-            memory.populate()
+            try:
+                memory.populate(n_threads=n_threads)
+            except CheckpointError as exc:
+                raise KeeperError(str(exc)) from exc  # more memory may be available later
             if self.plan.device is not None:
                 self._pinned.append(PinnedBuffer(memory, self.plan.device, self._warn))
             views = self._views[slot] = views_of(memory.view, self.plan.layout, self.plan.names)
@@ -372,7 +402,7 @@ class SlotCopier:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
             self._stream.wait_stream(computing)
-            with _drained_on_error(self._stream, computing):
+            with drained_on_error(self._stream, computing):
                 with torch.cuda.stream(self._stream):
                     _digest(beside, device)
                     _copy(
@@ -391,18 +421,6 @@ class SlotCopier:
         sources += [_aliases(e.name, e.part, e.given) for _, e in beside if e.part.device == device]
         kept = [*(tensors[i].detach() for i in others), *(e.part.detach() for _, e in in_turn)]
         return PendingCopy(done, device, sources, kept)
-
-
-@contextmanager
-def _drained_on_error(*streams: Any) -> Iterator[None]:  # noqa: ANN401 torch's
-    """After an error, wait for what *streams* still copy into memory that is then given back."""
-    try:
-        yield
-    except BaseException:  # boundary: raised again
-        for stream in streams:
-            with suppress(RuntimeError):  # a device that failed copies nothing any more
-                stream.synchronize()
-        raise
 
 
 def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:

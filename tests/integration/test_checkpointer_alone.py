@@ -46,7 +46,7 @@ def job(folder, name, **more):
 
 
 def test_a_killed_job_goes_on_from_memory_and_the_last_state_persists(tmp_path, home):
-    first = job(tmp_path, "first", reference=ALL, until=HALF, die=True)
+    first = job(tmp_path, "first", reference=ALL, until=HALF, every=HALF, die=True)
     before = run_ranks(tmp_path, 2, first, env=home)
     after = run_ranks(tmp_path, 2, job(tmp_path, "second", until=ALL), env=home)
 

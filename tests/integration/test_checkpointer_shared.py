@@ -36,9 +36,9 @@ def state_bytes(result):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, keeper, world):
-    directory = str(tmp_path / "states")
-    saved = run(tmp_path, keeper, world, name="first", until=3, die=True, directory=directory)
-    loaded = run(tmp_path, keeper, world, name="second", until=3, directory=directory)
+    job = {"until": 3, "every": 3, "directory": str(tmp_path / "states")}
+    saved = run(tmp_path, keeper, world, name="first", die=True, **job)
+    loaded = run(tmp_path, keeper, world, name="second", **job)
 
     sizes, shared = nbytes_of(saved), state_bytes(saved[0])
     least = RamNeed(ranks=world, bytes_per_rank=shared, replicas=1, shared_bytes=shared)
@@ -91,7 +91,7 @@ def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_o
 
 def test_the_files_of_owners_give_each_rank_its_state(tmp_path, keeper):
     """To another keeper, which has nothing in memory, and to another number of ranks."""
-    job = {"until": 2, "directory": str(tmp_path / "states")}
+    job = {"until": 2, "every": 2, "directory": str(tmp_path / "states")}
     saved = run(tmp_path, keeper, 2, name="first", **job)
     for world in (2, 3):
         name = f"of {world}"

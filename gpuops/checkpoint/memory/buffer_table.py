@@ -292,6 +292,19 @@ class BufferTable:
                 del self._pools[pool]
         return tuple(sorted(keys))
 
+    def release_empty(self, local_rank: int, next_pool: int | None) -> tuple[SlotKey, ...]:
+        """Remove and return the empty slots of the rank's pool, unless *next_pool* is the same."""
+        pool = self._pool_of_rank.get(local_rank)
+        if pool is None or pool == next_pool:
+            return ()
+        self.unregister(local_rank)
+        keys = self._pools[pool] - self._slots_in_use()
+        keys -= {key for saved in self._complete.values() for key in saved.slots.values()}
+        self._pools[pool] -= keys
+        if not self._pools[pool]:
+            del self._pools[pool]
+        return tuple(sorted(keys))
+
     # Internals.
 
     def _has_saved(self, local_rank: int, state: StateId) -> bool:

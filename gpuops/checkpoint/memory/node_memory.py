@@ -5,7 +5,7 @@ Not thread-safe; only `WrittenSlot.hash` and the views may be used by other thre
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,8 @@ class NodeMemory:
         pool = self._find(shard, layout, nbytes)
         n_missing = n_slots - (len(pool.slots) if pool else 0)
         if n_missing > 0:
+            next_pool = pool.number if pool else None
+            self._free(self.buffer_table.release_empty(local_rank, next_pool))
             self._check_room(shard, nbytes, n_slots, n_missing)
         if pool is None:
             if len(self._pools) >= POOLS_MAX:
@@ -217,8 +219,11 @@ class NodeMemory:
 
     def release(self) -> int:
         """Release the memory that is no longer needed; return how many bytes."""
+        return self._free(self.buffer_table.release())
+
+    def _free(self, keys: Iterable[SlotKey]) -> int:
         freed = 0
-        for key in self.buffer_table.release():
+        for key in keys:
             pool = self._pools[key.pool]
             memory = pool.slots.pop(key.index)
             self._populated.discard(id(memory))

@@ -14,6 +14,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,8 @@ __all__ = ["SEALS", "SharedBuffer", "available_bytes"]
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 POPULATE_BYTES = 32 * 2**20  # 20 to 80 ms of page faults: the longest delay of a stop
+
+HUGE_PAGE_BYTES = 2 * 2**20  # x86-64, and aarch64 with base pages of 4 KiB
 
 _UNMAP_STEP_BYTES = (
     4 * 2**20
@@ -130,11 +133,18 @@ class SharedBuffer:
             raise CheckpointError("this slot is closed")
         return self._view
 
-    def populate(self, stop: Callable[[], bool] = lambda: False, *, root: Path = Path("/")) -> bool:
+    def populate(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        n_threads: int = 1,
+        root: Path = Path("/"),
+    ) -> bool:
         """Allocate and map all of the memory now, so that no later copy waits for a page fault.
 
         The content stays, also what another process writes meanwhile. *stop* is called every
-        `POPULATE_BYTES`; other threads run. Returns whether it was completed.
+        `POPULATE_BYTES`; other threads run. The memory is in huge pages where the machine allows
+        that. Returns whether it was completed.
 
         Raises:
             CheckpointError: There is not enough memory; the message has the figures.
@@ -145,20 +155,27 @@ class SharedBuffer:
             except OSError as exc:
                 raise _kernel_error("populate a slot", exc) from exc
         assert mapped is not None
-        try:
-            for begin in range(0, self.nbytes, POPULATE_BYTES):
-                if stop() or not self._close_fd.alive:
-                    return False
-                end = min(begin + POPULATE_BYTES, self.nbytes)
-                self._check_room(fd, end - begin if begin else self.nbytes, root)
-                try:
-                    _populate(mapped, fd, begin, end, writable=self.writable)
-                except OSError as exc:
-                    what = (
-                        f"populate {format_bytes(self.nbytes)} of a slot ({begin} bytes are done)"
-                    )
-                    raise _kernel_error(what, exc, root) from exc
+
+        def populate_piece(begin: int) -> bool:
+            if stop() or not self._close_fd.alive:
+                return False
+            end = min(begin + POPULATE_BYTES, self.nbytes)
+            self._check_room(fd, end - begin if begin else self.nbytes, root)
+            try:
+                _populate(mapped, fd, begin, end, writable=self.writable)
+            except OSError as exc:
+                what = f"populate {format_bytes(self.nbytes)} of a slot (bytes from {begin} on)"
+                raise _kernel_error(what, exc, root) from exc
             return True
+
+        pieces = range(0, self.nbytes, POPULATE_BYTES)
+        try:
+            if self.writable:
+                _allow_huge_pages(mapped)
+            if n_threads == 1:
+                return all(map(populate_piece, pieces))
+            with ThreadPoolExecutor(n_threads, "gpuops-populate") as pool:
+                return all(pool.map(populate_piece, pieces))
         finally:
             os.close(fd)
 
@@ -246,6 +263,17 @@ def _populate(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: boo
         if exc.errno != errno.EINVAL:
             raise
         _touch(mapped, fd, begin, end, writable=writable)
+
+
+def _allow_huge_pages(mapped: mmap.mmap) -> None:
+    """Allow transparent huge pages, which the machine's settings may refuse.
+
+    Not for the end of the memory: a huge page there would be larger than what is left of it.
+    """
+    nbytes = len(mapped) - len(mapped) % HUGE_PAGE_BYTES
+    if nbytes:
+        with suppress(OSError):  # a kernel without them
+            _madvise(mapped, 0, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def _madvise(mapped: mmap.mmap, begin: int, nbytes: int, advice: int) -> None:

@@ -212,6 +212,9 @@ def _cost_lines(
             yield labelled(
                 "", f"{format_bytes(option.need.total_bytes)} with {describe_option(option)}"
             )
+    yield labelled(
+        "", "slots are allocated in restore(), in huge pages where shmem_enabled allows them"
+    )
     state = format_bytes(need.state_bytes)
     if plan.placement.replicas > 1:
         yield labelled("replica", _replica_time(plan, state))

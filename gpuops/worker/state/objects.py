@@ -90,6 +90,11 @@ class ObjectAdapter:
         self._allow_pickle = allow_pickle
         self._name_cache = NameCache()
 
+    @property
+    def is_iterable(self) -> bool:
+        """Whether it yields data, as loaders and samplers do."""
+        return hasattr(self._stateful, "__iter__")
+
     def read(self) -> AdapterSnapshot:
         return self._encode(self._stateful.state_dict())
 

@@ -19,6 +19,8 @@ from gpuops.checkpoint.image import (
 )
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.sharing import assign_owners, assign_writers, plan_sharing
+from gpuops.checkpoint.storage.address import open_store
+from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts, verify_state
 from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import Shard
 
@@ -150,8 +152,8 @@ def nbytes(directory, state):
 def nodes(tmp_path):
     made = []
 
-    def make(generation=0, numbers=(0, 1)):
-        made.extend(found := [Node(n, tmp_path / "states", generation) for n in numbers])
+    def make(generation=0, place=tmp_path / "states"):
+        made.extend(found := [Node(n, place, generation) for n in (0, 1)])
         return found
 
     yield make
@@ -159,8 +161,8 @@ def nodes(tmp_path):
         each.node.close()
 
 
-def saved(nodes, step=5, **given):
-    for each in (both := nodes()):
+def saved(nodes, step=5, place=None, **given):
+    for each in (both := nodes(place=place) if place else nodes()):
         each.start().reserve(**given)
     (state,) = {each.save(step) for each in both}
     return both, state
@@ -203,6 +205,26 @@ def test_what_all_ranks_hold_alike_is_on_disk_once_and_each_rank_gets_it_back(
         node.start(state, 2)
         for n, rank in enumerate(node.ranks):
             assert node.values(n) == expected(5, rank)
+
+
+def test_an_object_store_has_it_once_and_gives_it_back_and_inspection_understands_it(nodes):
+    place = "memory://written-once/run"
+    both, state = saved(nodes, place=place)
+    for node in both:
+        node.persist(state, equal_keys(both, state))
+    both[0].seal(state)
+
+    store = open_store(place)
+    manifest = store.read_manifest(state)
+    assert SHARED_BYTES <= manifest.nbytes <= 1.05 * SHARED_BYTES
+    assert verify_state(store, state) == []
+    tensors = assemble_tensors(read_layouts(store, manifest))
+    assert {name: tensors[name].n_copies for name in NAMES} == dict.fromkeys(NAMES, WORLD)
+    for node in nodes(generation=1, place=place):
+        node.start(state, 2)
+        for n, rank in enumerate(node.ranks):
+            assert node.values(n) == expected(5, rank)
+    store.delete(state)
 
 
 def test_a_node_that_does_not_know_it_writes_all_of_its_own_and_the_state_is_whole(nodes, tmp_path):

@@ -49,6 +49,7 @@ _PACKAGES = {
     "cpu_governor": "host",
     "clock_source": "host",
     "swap": "host",
+    "shmem_huge_pages": "host",
     "mount_state": "storage",
     "mount_writable": "storage",
     "nvme_smart": "storage",

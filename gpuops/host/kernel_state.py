@@ -82,6 +82,31 @@ class Swap:
     areas: tuple[SwapArea, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ShmemHugePages:
+    """When shared memory is in transparent huge pages of 2 MiB; None: the kernel has none.
+
+    ``setting`` is ``always``, ``within_size``, ``advise``, ``never``, ``deny`` or ``force``.
+    """
+
+    setting: str | None = None
+
+
+def read_shmem_huge_pages(root: Path = Path("/")) -> ShmemHugePages:
+    """Return the setting for pages of 2 MiB, which may inherit that for all sizes."""
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    for_all = _chosen(folder / "shmem_enabled")
+    own = _chosen(folder / "hugepages-2048kB/shmem_enabled")
+    has_own = own not in {None, "inherit"} and for_all not in {"deny", "force"}
+    return ShmemHugePages(own if has_own else for_all)
+
+
+def _chosen(path: Path) -> str | None:
+    """Return the chosen word of ``always [never]``."""
+    _, _, rest = (text_of(path) or "").partition("[")
+    return rest.partition("]")[0] or None
+
+
 def read_taint(root: Path = Path("/")) -> Taint:
     """Return the kernel's taint.
 

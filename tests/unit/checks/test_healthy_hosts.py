@@ -18,7 +18,7 @@ from gpuops.checks.core.suite import load_suite
 from gpuops.host.bmc import BmcEvent, BmcLog, PowerSupplies, PowerSupply
 from gpuops.host.dcgm import DcgmDiagnostic, DcgmError, DcgmResult
 from gpuops.host.infiniband import PkeyTable, PkeyTables, Port, RdmaPorts
-from gpuops.host.kernel_state import Cpu, Modules, Swap, SwapArea, Taint
+from gpuops.host.kernel_state import Cpu, Modules, ShmemHugePages, Swap, SwapArea, Taint
 from gpuops.host.leftovers import Leftovers, UserProcess
 from gpuops.host.memory_modules import Dimm, Dimms, Edac, MemoryController
 from gpuops.host.munge import MungeTrip
@@ -288,6 +288,7 @@ def host(draw):
             clock_source=draw.choice(["tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "hpet"]),
         ),
         "swap": Swap((SwapArea("/swap", 10**9, draw.randrange(10**9)),) * draw.randrange(2)),
+        "shmem_huge_pages": ShmemHugePages(draw.choice([None, "never", "advise"])),
         "mount_table": MountTable(("/", "/home", "/scratch"), in_fstab=("/", "/old")),
         "writing": Writes((WriteAnswer(path="/scratch", elapsed_s=draw.random()),)),
         "nvme": drives(draw, disks),
@@ -416,7 +417,7 @@ def test_thousands_of_healthy_hosts_fail_nothing():
 def test_all_checks_of_the_host_are_among_them():
     facts, _ = host(random.Random(1))
 
-    assert len(planned_for(facts)) == 29
+    assert len(planned_for(facts)) == 30
 
 
 @pytest.mark.parametrize(

@@ -102,21 +102,34 @@ def is_written_once(own_bytes: float, shared_bytes: int, n_ranks: int) -> bool:
 def assign_writers(
     sizes_bytes: Sequence[int], ranks_by_node: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """Return the rank whose image has each tensor on disk, so that all nodes write about as much.
+    """Return the rank whose image has each tensor on disk, so that all write about as much.
 
     It is the owner on one of the nodes, whose ranks of the group *ranks_by_node* has: the image in
     memory of this rank has the tensor, too, and may be written as it is.
     """
+    n_nodes = len(ranks_by_node)
     owners_by_count = {
-        count: assign_owners(sizes_bytes, range(count)) for count in {len(n) for n in ranks_by_node}
+        n: assign_owners(sizes_bytes, range(n)) for n in set(map(len, ranks_by_node))
     }
-    loads = [(0, node) for node in range(len(ranks_by_node))]
+    # For each number of ranks and each owner among them: the nodes, first the one that writes least
+    # of it. Each owner begins with another node.
+    heaps = {
+        (count, owner): sorted(
+            (0, (node - owner) % n_nodes, node)
+            for node, ranks in enumerate(ranks_by_node)
+            if len(ranks) == count
+        )
+        for count in owners_by_count
+        for owner in range(count)
+    }
     writers = [0] * len(sizes_bytes)
     for number in sorted(range(len(sizes_bytes)), key=lambda n: (-sizes_bytes[n], n)):
-        load, node = loads[0]
-        ranks = ranks_by_node[node]
-        writers[number] = ranks[owners_by_count[len(ranks)][number]]
-        heapq.heapreplace(loads, (load + sizes_bytes[number], node))
+        keys = [(count, owners[number]) for count, owners in owners_by_count.items()]
+        count, owner = min(keys, key=lambda key: heaps[key][0])
+        load, turn, node = heaps[count, owner][0]
+        writers[number] = ranks_by_node[node][owner]
+        entry = (load + count * sizes_bytes[number], turn, node)
+        heapq.heapreplace(heaps[count, owner], entry)
     return tuple(writers)
 
 

@@ -183,7 +183,9 @@ class Checkpointer:
             )
             step = self._restored.step if self._restored else 0
             if self._saver is not None:
-                self._saver.prepare_ahead(step, copy_threads(ranks.local_world))
+                # A resume does not wait: the keeper mostly has the memory, which is only mapped.
+                n_threads = copy_threads(ranks.local_world) if self._restored is None else None
+                self._saver.prepare_ahead(step, n_threads)
             if self._restored is not None:
                 self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
                 restored(step)

@@ -1,5 +1,6 @@
 """Memory that a GPU copies into by itself."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from gpuops.checkpoint.memory.numa import numa_node_of, prefer_numa_node
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import CheckpointError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
 
@@ -39,12 +41,25 @@ class PinnedBuffer:
             self._is_pinned = False
 
 
-def place_near(device: torch.device, slots: Sequence[SharedBuffer]) -> None:
+def place_near(device: torch.device | None, slots: Sequence[SharedBuffer]) -> None:
     """Have the pages of *slots* taken from the NUMA node of *device*, where that is known."""
-    node = numa_node_of(torch.cuda.get_device_properties(device))
+    node = None if device is None else numa_node_of(torch.cuda.get_device_properties(device))
     if node is not None:
         for memory in slots:
             prefer_numa_node(memory, node)
+
+
+def map_in_background(slots: Sequence[SharedBuffer]) -> threading.Thread:
+    """Map *slots* in the returned thread; the first copy into each maps what is missing."""
+
+    def map_all() -> None:
+        with suppress(CheckpointError):  # the copy reports it
+            for memory in slots:
+                memory.populate()
+
+    thread = threading.Thread(target=map_all, name="gpuops-populate", daemon=True)
+    thread.start()
+    return thread
 
 
 def _clear_cuda_error(device: torch.device) -> None:

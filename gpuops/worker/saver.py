@@ -123,7 +123,7 @@ class CheckpointSaver:
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
             )
 
-    def prepare_ahead(self, step: int, n_threads: int) -> None:
+    def prepare_ahead(self, step: int, n_threads: int | None) -> None:
         """Reserve memory before training, allocated and pinned; log what fails, and go on."""
         if self._copier is None and self._is_on():
             with suppress(Exception):  # boundary: the user's own state_dict, which `prepare` calls

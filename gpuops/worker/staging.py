@@ -35,7 +35,7 @@ from gpuops.convert.tensors import (
 )
 from gpuops.convert.values import STATE_FORMAT, StateEncoder, dumps
 from gpuops.worker.pending_copy import PendingCopy, drained_on_error
-from gpuops.worker.pinned_buffer import PinnedBuffer, place_near
+from gpuops.worker.pinned_buffer import PinnedBuffer, map_in_background, place_near
 from gpuops.worker.replica_digest import device_digest, host_digest
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
 from gpuops.worker.state.expected import expected_state, read_ahead
@@ -223,9 +223,8 @@ class StateCapturer:
             placements.spec_of(tensor, local_tensor(tensor), name)
             for name, tensor in zip(names, tensors, strict=True)
         ]
-        metadata_capacity_bytes = (
-            -(-2 * metadata_bytes // METADATA_STEP_BYTES) * METADATA_STEP_BYTES
-        )
+        n_steps = -(-2 * metadata_bytes // METADATA_STEP_BYTES)
+        metadata_capacity_bytes = n_steps * METADATA_STEP_BYTES
         replicas_by_name = replicated_by_name(self._adapters, names, tensors, self._shard.rank)
         device = first_cuda_device(tensors)
         shared = plan_sharing(
@@ -277,9 +276,8 @@ class StateCapturer:
         owned_flags = [id(tensor) in owned for tensor in tensors]
         begin = 0
         for reading in readings:
-            owned_flags[begin : begin + reading.n_optimizer_owned] = [
-                True
-            ] * reading.n_optimizer_owned
+            n_owned = reading.n_optimizer_owned
+            owned_flags[begin : begin + n_owned] = [True] * n_owned
             begin += len(reading.tensors)
         return owned_flags
 
@@ -346,16 +344,18 @@ class SlotCopier:
         )
         return rows.view(-1, DIGEST_BYTES).unbind()
 
-    def populate(self, n_threads: int) -> None:
-        """Have the kernel allocate, map and pin all slots now, not in the first copy into each.
+    def populate(self, n_threads: int | None) -> None:
+        """Have all slots allocated, mapped and pinned; None: only mapped, in the background.
 
         Raises:
             KeeperError: There is not enough memory; the message has the figures.
         """
-        if self.plan.device is not None:
-            place_near(self.plan.device, self._slots)
-        for slot in range(len(self._slots)):
-            self._prepare(slot, n_threads)
+        place_near(self.plan.device, self._slots)
+        if n_threads is None:
+            map_in_background(self._slots)
+        else:
+            for slot in range(len(self._slots)):
+                self._prepare(slot, n_threads)
 
     def close(self) -> None:
         """Release the memory; no copy may be in progress."""

@@ -1,6 +1,7 @@
 """The first saves take no longer than later ones: their memory is there before the first step."""
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -287,3 +288,26 @@ def test_the_expected_state_of_sharded_parameters_is_sharded_as_the_real_one():
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         assert expected == described(optimizer)
+
+
+def test_a_resume_does_not_wait_for_memory_to_be_mapped(node, monkeypatch):
+    with Checkpointer(model=net(), every=1, keeper=node.connect()) as ck:
+        ck.restore()
+        ck.step(1)
+    may_map, mapped = threading.Event(), threading.Semaphore(0)
+    populate = SharedBuffer.populate
+
+    def gated(memory, *args, **options):
+        assert may_map.wait(60)
+        done = populate(memory, *args, **options)
+        mapped.release()
+        return done
+
+    monkeypatch.setattr(SharedBuffer, "populate", gated)
+    with Checkpointer(model=net(), every=1, keeper=node.connect()) as ck:
+        assert ck.restore() == 1
+        may_map.set()
+        assert mapped.acquire(timeout=60)
+        assert mapped.acquire(timeout=60)
+        ck.step(2)
+        assert ck.stats["saved"] == 1

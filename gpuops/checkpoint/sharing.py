@@ -25,9 +25,6 @@ KEY = "shared"
 MARK = b'\\"shared\\":[{'  # in the header of an image that shares, and in no other
 DIGEST_BYTES = 16
 _NAMES_MAX = 10_000_000  # an image's header has fewer
-KEYS_MAX = 64  # groups that the nodes write once; of further ones each node writes its own copy
-GroupKeys = Annotated[tuple[Annotated[str, Limit(16, low=16)], ...], Limit(KEYS_MAX)]
-_OWN_SHARE_MAX = 0.1
 _Rank = Annotated[int, Limit(WORLD_MAX)]
 
 
@@ -88,15 +85,6 @@ def assign_owners(sizes_bytes: Sequence[int], ranks: Sequence[int]) -> tuple[int
         owners[number] = owner
         loads[owner] += sizes_bytes[number]
     return tuple(owners)
-
-
-def is_written_once(own_bytes: float, shared_bytes: int, n_ranks: int) -> bool:
-    """Return whether the nodes write once what all *n_ranks* of a job share.
-
-    *own_bytes* is what each rank has for itself. A node that restores reads the whole images of all
-    ranks then.
-    """
-    return own_bytes * n_ranks <= _OWN_SHARE_MAX * shared_bytes
 
 
 def assign_writers(

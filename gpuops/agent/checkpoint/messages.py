@@ -19,10 +19,9 @@ from gpuops.checkpoint.agreement.replica_check import (
     replica_reports_from_json,
     replica_reports_to_json,
 )
+from gpuops.checkpoint.agreement.write_once import GroupKeys, WriteOnce
 from gpuops.checkpoint.placement.domains import LEVELS_MAX
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement
-from gpuops.checkpoint.sharing import GroupKeys
-from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     EPOCH_MAX,
     WORLD_MAX,

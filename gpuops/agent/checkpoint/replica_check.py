@@ -20,7 +20,7 @@ from gpuops.checkpoint.agreement.replica_check import (
     n_differing,
     only_difference,
 )
-from gpuops.checkpoint.sharing import KEYS_MAX
+from gpuops.checkpoint.agreement.write_once import KEYS_MAX
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Member, Roster
 

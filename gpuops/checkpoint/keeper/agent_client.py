@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuops.checkpoint.agreement.replica_check import ReplicaReport, replica_report_to_json
+from gpuops.checkpoint.agreement.write_once import WriteOnce
 from gpuops.checkpoint.keeper.connection import DEADLINE_S, SLACK_S, KeeperConnection
 from gpuops.checkpoint.keeper.messages import (
     ADDRESSES_MAX,
@@ -20,7 +21,6 @@ from gpuops.checkpoint.keeper.messages import (
     KeeperStatus,
     holder_pages,
 )
-from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     WHY_CHARS_MAX,
     KeeperAddress,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
+from gpuops.checkpoint.agreement.write_once import WriteOnce
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import (
     CheckpointPolicy,
@@ -31,7 +32,6 @@ from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.storage.persister import OpenStore, Persister
-from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import (
     CheckpointError,
     Digest,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from gpuops.checkpoint.agreement.write_once import is_written_once
 from gpuops.checkpoint.placement.domains import FailureDomains
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place
 from gpuops.checkpoint.placement.survival import (
@@ -16,7 +17,6 @@ from gpuops.checkpoint.placement.survival import (
     mixed_odds,
     ring_odds,
 )
-from gpuops.checkpoint.sharing import is_written_once
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.plan.interval import TierCost, TwoTiers, two_tiers
 from gpuops.units import format_bytes

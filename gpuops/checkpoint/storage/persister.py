@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from gpuops.checkpoint.agreement.write_once import WriteOnce
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
@@ -23,7 +24,7 @@ from gpuops.checkpoint.storage.persist import (
     persist_node_shards,
     prune,
 )
-from gpuops.checkpoint.storage.written_once import WriteOnce, plan_images
+from gpuops.checkpoint.storage.written_once import plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 BACKOFF_MIN_S = 5.0

@@ -10,11 +10,11 @@ the digests are equal writes its images as they are, and the others' remain comp
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import xxhash
 
 from gpuops.checkpoint.agreement.replicated import read_replicated
+from gpuops.checkpoint.agreement.write_once import WriteOnce, is_written_once
 from gpuops.checkpoint.digest import chunk_count, compute_digest, damaged_among
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, plan_image, read_layout
 from gpuops.checkpoint.manifest import ShardRecord
@@ -22,43 +22,18 @@ from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.sharing import (
     DIGEST_BYTES,
-    GroupKeys,
     SharedTensors,
     assign_writers,
-    is_written_once,
 )
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.inspection import LENGTH_BYTES, header_size_bytes
 from gpuops.checkpoint.types import (
-    WORLD_MAX,
     CheckpointError,
     CorruptError,
     Digest,
     Shard,
     StateId,
 )
-from gpuops.wire.messages import Limit
-
-_NODES_MAX = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOnce:
-    """Groups of ranks whose tensors were equal; ``keys`` are theirs, as in `SharedTensors`.
-
-    ``node_sizes``: how many ranks each node of the job has, in the order of their ranks.
-    """
-
-    keys: GroupKeys
-    node_sizes: Annotated[tuple[Annotated[int, Limit(WORLD_MAX, low=1)], ...], Limit(_NODES_MAX)]
-
-    def ranks_by_node(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Return those of *ranks* on each node that has any."""
-        found, begin = [], 0
-        for size in self.node_sizes:
-            found.append([rank for rank in ranks if begin <= rank < begin + size])
-            begin += size
-        return [local for local in found if local]
 
 
 def plan_written_once(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.in_process_keeper import InProcessNode
 
 from gpuops.agent.checkpoint.replica_check import ReplicaCheck
+from gpuops.checkpoint.agreement.write_once import WriteOnce
 from gpuops.checkpoint.image import (
     TensorSpec,
     image_order,
@@ -21,7 +22,6 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.sharing import assign_owners, assign_writers, plan_sharing
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts, verify_state
-from gpuops.checkpoint.storage.written_once import WriteOnce
 from gpuops.checkpoint.types import Shard
 
 NAMES = tuple(f"layer.{n}" for n in range(12))

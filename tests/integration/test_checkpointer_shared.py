@@ -81,10 +81,10 @@ def test_replicas_that_differ_are_not_saved_and_then_each_rank_saves_its_own(tmp
 def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_own(
     tmp_path, keeper
 ):
-    saved = run(tmp_path, keeper, 2, name="first", until=4, wrong_dtype=1)
+    saved = run(tmp_path, keeper, 2, name="first", until=8, wrong_dtype=1)
 
     log = said(tmp_path, 2, "first")
-    assert saved[0]["saved"][-1] == 4, log
+    assert saved[0]["saved"][-1] == 8, log
     assert log.count("ranks 0-1 should hold the same tensors") == 1, log
     assert log.count("each rank copies all its tensors") == 1, log
 

@@ -35,6 +35,10 @@ def hosts(tmp_path):
 def started(hosts, folder, url, *flags, **options):
     run = prepared(hosts, folder, url, *flags, **options)
     run.start()
+    run.wait(
+        lambda: all(run.events("attempt.first_step", host) for host in hosts),
+        "a first step on each host",
+    )
     run.wait_for_step(3)
     return run
 

@@ -59,6 +59,7 @@ class FakeWorkers:
     def __init__(self, n, first=0):
         self.rings = [FakeRing() for _ in range(n)]
         self.codes = {}  # by local rank, of those that ended
+        self.log_tails = {}  # by local rank
         self.ended_by_us = []
         self.sent = []
         self.stuck_ranks = ()
@@ -151,6 +152,7 @@ class FakeWorkers:
                 seen_us=1,
                 seen_mono_ns=1,
                 beats=worker.ring.last_seq,
+                log_tail=self.log_tails.get(worker.local_rank, ()),
             )
             for worker in self.all
         ]

@@ -160,6 +160,9 @@ class AttemptFinish:
         report = self._node_report(judged)
         reports = trigger if isinstance(trigger, tuple) else ()
         own = next((each for each in reports if each.node == report.node), None)
+        if trigger is None and self._makes_room() and causal_rank_of(report) >= CausalRank.SYMPTOM:
+            # The workers of another node were ended first, and ranks here have lost their peers.
+            report = replace(report, kind=ReportKind.STOPPED)
         # What ends here because of another node's hang is reported by what it did meanwhile.
         is_interrupted = report.kind is ReportKind.STOPPED
         if own is not None:
@@ -189,6 +192,12 @@ class AttemptFinish:
             )
         else:
             session.safely("recording the failure", lambda: self._failed(report, judged))
+
+    def _makes_room(self) -> bool:
+        """Say whether this generation ends for nodes that join, and not because of a failure."""
+        record = self._services.control.record
+        is_over = record.generation > self._attempt.generation
+        return is_over and record.decision is None and record.phase is not RunPhase.STOP
 
     def _save_last(self, within_s: float) -> None:
         """Have the newest checkpoint persist; the others do not wait for that.

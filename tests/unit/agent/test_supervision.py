@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from support.exits import PEER_CLOSED
 from support.keepers import FakeKeeper, Heard
 from support.kernel_log import write_kmsg
 from support.supervised import Agent, FakeWorkers, Node, over
@@ -14,6 +15,7 @@ from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.monitors.api import Monitor
 from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.control.record import RunPhase
+from gpuops.control.transitions import grow
 from gpuops.incident.decision import NodeReport, ReportKind, RestartPolicy
 from gpuops.incident.kernel import JobXidFilter
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
@@ -108,6 +110,28 @@ def test_what_happens_elsewhere_ends_the_generation_here(tmp_path):
     assert node.agent.workers.ended_by_us == [0, 1]
     record = node.agent.control.record
     assert (record.generation, record.decision.cause.node) == (1, "n2")
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "kind"),
+    [(1, PEER_CLOSED, ReportKind.STOPPED), (-9, "", ReportKind.WORKERS_FAILED)],
+)
+def test_ranks_that_lose_their_peers_because_nodes_join_have_not_failed(
+    tmp_path, code, words, kind
+):
+    """The workers of the other node were ended first; what was killed has failed all the same."""
+    node = Node(tmp_path, terms=RestartPolicy(nodes_min=1, nodes_max=2))
+    agent = node.agent
+
+    def nodes_join():
+        agent.workers.codes[0], agent.workers.log_tails[0] = code, (words,)
+        agent.control.update_record(
+            lambda now: grow(now, now, reason="1 more nodes wait", by="n2", now_s=1.0)
+        )
+
+    assert node.then(nodes_join).watch().run() is None
+    assert node.file_report().kind is kind
+    assert bool(agent.payloads("incident.recorded")) == (kind is ReportKind.WORKERS_FAILED)
 
 
 def test_done_here_it_goes_on_when_others_fail(tmp_path):

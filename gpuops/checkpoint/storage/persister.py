@@ -18,6 +18,7 @@ from gpuops.checkpoint.storage.persist import (
     PersistResult,
     RateThrottle,
     RetentionPolicy,
+    ShardInMemory,
     StateOrigin,
     commit_node_shards,
     persist,
@@ -47,6 +48,11 @@ class PersistTask:
     origin: StateOrigin
     session: str | None = None
     once: WriteOnce | None = None
+
+    @property
+    def sources(self) -> Mapping[Shard, ShardInMemory]:
+        """Return the images in memory and their digests."""
+        return {shard: (each.memory, each.copy.digest) for shard, each in self.shards.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def run_persist(
     task: PersistTask,
     open_store: OpenStore,
     should_stop: Callable[[], bool],
-    check_fits: Callable[[int], None] = lambda _nbytes: None,
+    check_fits: Callable[[int], None],
 ) -> PersistOutcome:
     """Write the state, then apply retention.
 
@@ -91,28 +97,37 @@ def run_persist(
     assert task.policy.directory is not None
     store = open_store(task.policy.directory)
     throttle = RateThrottle(None, stop=should_stop)
-    sources = {shard: (entry.memory, entry.copy.digest) for shard, entry in task.shards.items()}
     warning = ""
     try:
         store.sweep()
     except CheckpointError as exc:
         warning = str(exc)
     if task.session is not None:
-        write = partial(persist_node_shards, store, task.state, throttle=throttle)
-        images = plan_images(task.shards, task.once, check_fits)
-        if not images:
-            written = write(sources, session=task.session)
-            return PersistOutcome(written, is_complete=False, warning=warning)
-        parts = []
-        for image in images:
-            with image.made() as source:
-                parts.append(write({image.shard: source}, session=task.session))
-        seconds, nbytes = sum(it.seconds for it in parts), sum(it.nbytes for it in parts)
-        written = PersistResult(task.state, seconds, nbytes)
+        write = partial(
+            persist_node_shards, store, task.state, session=task.session, throttle=throttle
+        )
+        written = _persist_part(task, write, check_fits)
         return PersistOutcome(written, is_complete=False, warning=warning)
-    persisted = persist(store, task.state, sources, origin=task.origin, throttle=throttle)
+    persisted = persist(store, task.state, task.sources, origin=task.origin, throttle=throttle)
     pruned, why = _prune_old(store, task.policy, task.state)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
+
+
+def _persist_part(
+    task: PersistTask,
+    write: Callable[[Mapping[Shard, ShardInMemory]], PersistResult],
+    check_fits: Callable[[int], None],
+    clock_s: Callable[[], float] = time.monotonic,
+) -> PersistResult:
+    """Write the shards of this node, without what other nodes write."""
+    began_s, nbytes = clock_s(), 0
+    images = plan_images(task.shards, task.once, check_fits)
+    if not images:
+        return write(task.sources)
+    for image in images:
+        with image.made() as source:
+            nbytes += write({image.shard: source}).nbytes
+    return PersistResult(task.state, clock_s() - began_s, nbytes)
 
 
 def run_commit(

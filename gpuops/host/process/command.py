@@ -272,7 +272,7 @@ def _files(stdin: str) -> Iterator[tuple[int, Pipe, Pipe, Pipe]]:
 
 def _fork(words: Sequence[str]) -> int:
     try:
-        return os.fork()
+        return probe.fork()
     except OSError as exc:
         text = f"cannot start {words[0]}: {exc.strerror}"
         raise ProbeError(text, UnknownReason.CRASH) from exc

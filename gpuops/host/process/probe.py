@@ -243,7 +243,7 @@ def start_call(
     output, errors = _memory_files()
     started_s = time.monotonic()
     try:
-        pid = os.fork()
+        pid = fork()
     except OSError as exc:
         os.close(output)
         os.close(errors)
@@ -251,6 +251,22 @@ def start_call(
     if pid == 0:
         _run_child(function, output, errors, deadline_s, name)
     return ProbeChild(pid, deadline_s, started_s, output, errors, signaller, question, left)
+
+
+def fork() -> int:
+    """Fork as `os.fork` does, with SIGINT held back meanwhile.
+
+    Python prints and ignores what is raised in the callbacks around a fork, of which logging has
+    some: a Ctrl-C that came there was lost.
+
+    Raises:
+        OSError: This machine has no processes left.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _still_hung(earlier: AbandonedProcess) -> ProbeChild:

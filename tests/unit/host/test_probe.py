@@ -494,3 +494,27 @@ def test_a_child_that_crashes_leaves_no_core_file():
     child = probe.start_call(lambda: resource.getrlimit(resource.RLIMIT_CORE), deadline_s=10)
 
     assert probe.answer(probe.run(child)) == [0, 0]
+
+
+SIGINT_IN_A_FORK = """
+import os, signal
+from gpuops.host.process import probe
+
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    probe.start_call(lambda: 1, deadline_s=10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_sigint_while_a_child_is_forked_is_not_lost():
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGINT_IN_A_FORK],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")

@@ -93,12 +93,14 @@ class Stranger:
         return data
 
     def greet(self, client=None):
-        """Say hello; return the handshake."""
+        """Say hello; return the handshake. A server that ends meanwhile is a ConnectionError."""
         hello = wire.ControlHello(
             self.run, client or secrets.token_bytes(16), 0, proof.nonce()
         ).to_bytes()
         self.say(hello)
-        return proof.JobHandshake(self.key, hello + self.hear())
+        if (challenge := self.hear()) is None:
+            raise ConnectionResetError
+        return proof.JobHandshake(self.key, hello + challenge)
 
     def enter(self, client=None):
         """Prove the token; return the tags of our frames."""

@@ -301,7 +301,7 @@ class Checkpointer:
         )
         if self._every == SaveInterval():
             saver.set_annotations(lambda: {AUTO: self._cost.to_metadata()})
-        saver.connect()
+        saver.session.connect()
         # A script need not call close(): the last step is saved, and a copy in progress completed.
         self._at_exit = weakref.finalize(
             self, save_at_exit, self._last_step, saver, self._keeper_finder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpuops.worker import staging
+from gpuops.worker.staging import copy_plan
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class FakeCuda:
 
     def hold_tensors(self, monkeypatch):
         """Have the tensors on the host be those of a device."""
-        monkeypatch.setattr(staging, "first_cuda_device", lambda _tensors: torch.device("cpu"))
+        monkeypatch.setattr(copy_plan, "first_cuda_device", lambda _tensors: torch.device("cpu"))
 
     def catch_up(self):
         """Have the device do all that was launched."""

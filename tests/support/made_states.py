@@ -77,7 +77,7 @@ def make_state(store, ranks, *, step=1, epoch=0, extras=None, job="made", genera
 def checkpointer_state(store, step, *, epoch=0, shard=None, **given):
     """Persist the state that `gpuops.Checkpointer` would save of *given*; return its id."""
     from gpuops.worker.assemble import StateAssembler
-    from gpuops.worker.staging import StateCapturer
+    from gpuops.worker.staging.capture import StateCapturer
 
     shard = shard or Shard(0, 1)
     parts = StateAssembler(allow_pickle=False, warn=print)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError
-from gpuops.worker.pinned_buffer import PinnedBuffer
+from gpuops.worker.staging.pinned_buffer import PinnedBuffer
 
 _ALIGN_BYTES = 64
 _POLL_S = 0.002

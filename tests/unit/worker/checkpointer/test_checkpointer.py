@@ -22,8 +22,8 @@ from gpuops.wire.ring import RING_BYTES, RingHeader, WorkerPhase, read_beats, wr
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.heartbeat import Heartbeat
-from gpuops.worker.pending_copy import PendingCopy
 from gpuops.worker.schedule import DEFAULT_RESTORE_S, WARMUP_STEPS
+from gpuops.worker.staging.pending_copy import PendingCopy
 
 
 def checkpointer(node, **given):

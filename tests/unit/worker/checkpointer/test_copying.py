@@ -6,7 +6,8 @@ import torch
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.staging import SlotCopier, StateCapturer
+from gpuops.worker.staging.capture import StateCapturer
+from gpuops.worker.staging.slot_copier import SlotCopier
 
 
 def parts_of(**values):

@@ -21,7 +21,8 @@ from gpuops.checkpoint.types import CheckpointError, Shard
 from gpuops.convert.tensors import is_dtensor
 from gpuops.worker.assemble import StateAssembler
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.staging import SlotCopier, StateCapturer
+from gpuops.worker.staging.capture import StateCapturer
+from gpuops.worker.staging.slot_copier import SlotCopier
 from gpuops.worker.state.expected import expected_state
 
 OPTIMIZERS = {
@@ -209,7 +210,7 @@ def test_memory_that_shrinks_meanwhile_is_a_warning_and_saves_are_refused(
         assert len(warnings()) == 2
 
         shrunk[0] = 2**30
-        ck._saver._retry_at_s = 0.0
+        ck._saver.session.retry_at_s = 0.0
         ck.step(2)
         assert (ck.stats["saved"], ck.stats["off"]) == (1, None)
 

@@ -10,10 +10,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
-from gpuops.worker import replica_digest
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.replica_digest import device_digest, host_digest
-from gpuops.worker.staging import SlotCopier, StateCapturer
+from gpuops.worker.staging import replica_digest
+from gpuops.worker.staging.capture import StateCapturer
+from gpuops.worker.staging.replica_digest import device_digest, host_digest
+from gpuops.worker.staging.slot_copier import SlotCopier
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpuops.checkpoint.agreement.replicated import read_replicated
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.staging import StateCapturer
+from gpuops.worker.staging.capture import StateCapturer
 
 WORLD, RANK = 8, 3
 

@@ -9,8 +9,9 @@ from support.fake_cuda import FakeCuda
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.pinned_buffer import PinnedBuffer
-from gpuops.worker.staging import SlotCopier, StateCapturer
+from gpuops.worker.staging.capture import StateCapturer
+from gpuops.worker.staging.pinned_buffer import PinnedBuffer
+from gpuops.worker.staging.slot_copier import SlotCopier
 
 WEIGHT, AVERAGE = torch.arange(9.0), torch.arange(5.0)
 

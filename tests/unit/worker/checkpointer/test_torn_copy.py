@@ -6,7 +6,7 @@ from support.fake_cuda import FakeCuda
 from torch import nn
 
 from gpuops.worker.checkpointer import Checkpointer
-from gpuops.worker.pending_copy import PendingCopy
+from gpuops.worker.staging.pending_copy import PendingCopy
 
 
 class TwoWeights(torch.optim.SGD):

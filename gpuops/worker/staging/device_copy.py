@@ -1,0 +1,106 @@
+"""The copy of a state from a device, for which the host does not wait.
+
+Tensors that only the optimizers change are copied on a separate stream, and the next optimizer step
+waits for it on the device; other tensors (buffers, averages) are copied on the computing stream,
+before all later work on it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpuops.convert.tensors import is_dtensor
+from gpuops.worker.staging.copy_plan import CapturedState, CopyPlan, SharedTensor
+from gpuops.worker.staging.pending_copy import PendingCopy, drained_on_error
+from gpuops.worker.staging.replica_digest import device_digest, host_digest
+
+
+class DeviceCopier:
+    """Copies states of *plan* from *device*."""
+
+    def __init__(self, plan: CopyPlan, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        self._stream: Any = None
+
+    def start(
+        self,
+        views: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        capture: CapturedState,
+        *,
+        overlap: bool,
+    ) -> PendingCopy:
+        """Copy *capture* into *views*, and the digests of its shared tensors into *rows*."""
+        device, tensors = self._device, capture.tensors
+        optimizer_owned = [i for i in self._plan.optimizer_owned if tensors[i].device == device]
+        others = [i for i in self._plan.others if tensors[i].device == device]
+        elsewhere = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+        if not overlap:
+            optimizer_owned, others = [], [*optimizer_owned, *others]
+        digests = list(zip(rows, capture.digested, strict=True))
+        beside = [pair for pair in digests if overlap and pair[1].is_fenced]
+        in_turn = [pair for pair in digests if not (overlap and pair[1].is_fenced)]
+        with torch.cuda.device(device):
+            computing = torch.cuda.current_stream()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(computing)
+            with drained_on_error(self._stream, computing):
+                with torch.cuda.stream(self._stream):
+                    _digest(beside, device)
+                    copy_tensors(
+                        _select(views, optimizer_owned),
+                        _select(tensors, optimizer_owned),
+                        non_blocking=True,
+                    )
+                _digest(in_turn, device)
+                copy_tensors(_select(views, others), _select(tensors, others), non_blocking=True)
+                self._stream.wait_stream(computing)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+                # On the host, or on another device of this process: synchronously.
+                copy_tensors(_select(views, elsewhere), _select(tensors, elsewhere))
+        sources = [_source(capture, i) for i in optimizer_owned]
+        sources += [_aliases(e.name, e.part, e.given) for _, e in beside if e.part.device == device]
+        kept = [*(tensors[i].detach() for i in others), *(e.part.detach() for _, e in in_turn)]
+        return PendingCopy(done, device, sources, kept)
+
+
+def copy_tensors(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    non_blocking: bool = False,
+) -> None:
+    """Copy each of *sources*, on the current stream."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:
+    """Return a source of `PendingCopy`: tensor *i* of *capture*."""
+    return _aliases(capture.plan.names[i], capture.tensors[i], capture.given[i])
+
+
+def _aliases(
+    name: str, part: torch.Tensor, given: torch.Tensor
+) -> tuple[str, Sequence[torch.Tensor]]:
+    return name, (part.detach(), given) if is_dtensor(given) else (part.detach(),)
+
+
+def _digest(shared: Sequence[tuple[torch.Tensor, SharedTensor]], device: torch.device) -> None:
+    """Write the digest of each tensor to where it goes: on the current stream, or at once."""
+    targets, digests = [], []
+    for target, each in shared:
+        if each.part.device == device:
+            targets.append(target)
+            digests.append(device_digest(each.part))
+        else:
+            target.copy_(torch.frombuffer(bytearray(host_digest(each.part)), dtype=torch.uint8))
+    copy_tensors(targets, digests, non_blocking=True)
+
+
+def _select(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> list[torch.Tensor]:
+    return [tensors[index] for index in indexes]

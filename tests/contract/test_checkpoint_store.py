@@ -14,7 +14,6 @@ from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.checkpoint.storage.inspection import FileProblemKind, verify_state
 from gpuops.checkpoint.storage.object_store import open_object_store
 from gpuops.checkpoint.storage.persist import (
-    RateThrottle,
     RetentionPolicy,
     StateOrigin,
     commit_node_shards,
@@ -23,6 +22,7 @@ from gpuops.checkpoint.storage.persist import (
     prune,
 )
 from gpuops.checkpoint.storage.stored_ranges import StoredRanges
+from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,

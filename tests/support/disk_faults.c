@@ -1,7 +1,7 @@
 /*
  * Breaks the calls by which a process writes to disk: the n-th one ends the process, fails, or does
- * half of what was asked. Preloaded; nothing is counted before faults_arm(), and only the thread
- * that armed is.
+ * half of what was asked. Preloaded; nothing is counted before faults_arm(), from then on the calls
+ * of all threads are.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -16,13 +16,13 @@
 
 enum mode { COUNT, KILL, FAIL, HALF, KILL_HALF };
 
-static __thread long left;
-static __thread long counted;
-static __thread int armed;
-static __thread enum mode mode;
-static __thread int error;
-static __thread char only[16];
-static __thread int log_fd = -1;
+static long left;
+static long counted;
+static int armed;
+static enum mode mode;
+static int error;
+static char only[16];
+static int log_fd = -1;
 
 /* The n-th call (from 1) named *name* (any, where it is empty) meets *how*; log: -1, or where to. */
 void faults_arm(long n, int how, int number, const char *name, int log)
@@ -70,9 +70,9 @@ static enum mode meets(const char *name, int fd, const char *first, const char *
 {
 	if (!armed || (only[0] && strcmp(only, name) != 0))
 		return COUNT;
-	counted++;
+	__atomic_add_fetch(&counted, 1, __ATOMIC_RELAXED);
 	note(name, fd, first, second);
-	if (--left != 0 || mode == COUNT)
+	if (__atomic_sub_fetch(&left, 1, __ATOMIC_RELAXED) != 0 || mode == COUNT)
 		return COUNT;
 	if (mode == KILL)
 		_exit(137);

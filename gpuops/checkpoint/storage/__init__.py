@@ -7,6 +7,7 @@ visible when its manifest is written; a writer that dies leaves nothing that loo
   that nodes share. Writers of several nodes complete one state together.
 * `object_store`, `object_tree`: any URL that fsspec knows.
 * `image_file`: an image to and from a file, with O_DIRECT where it helps.
-* `persist` writes a state and applies retention; `persister` decides when, in the keeper.
+* `persist` writes a state, several shards at a time, and applies retention; `persister` decides
+  when, in the keeper.
 * `inspection`: a state as tensors instead of shards, and its verification.
 """

@@ -88,7 +88,12 @@ def require_shards(records: Mapping[Shard, ShardRecord], manifest: Manifest) -> 
 
 
 class StateWriter(Protocol):
-    """One state being written. It is invisible before `commit`."""
+    """One state being written. It is invisible before `commit`.
+
+    ``shards_at_once``: how many threads may call `put_shard` at a time, each with its own shard.
+    """
+
+    shards_at_once: int
 
     def put_shard(
         self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled

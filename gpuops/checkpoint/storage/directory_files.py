@@ -18,7 +18,8 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -321,16 +322,45 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[n_written:]
 
 
-def require_free_space(fd: int, nbytes: int) -> None:
-    """Raise unless the file system of *fd* has room for *nbytes*, or reports no size.
+class SpaceClaims:
+    """The bytes that threads have yet to write into the file system of *fd*."""
 
-    Raises:
-        OSError: There is too little space; names both figures.
-    """
-    filesystem = os.fstatvfs(fd)
-    free_bytes = filesystem.f_bavail * filesystem.f_frsize
-    if filesystem.f_blocks and free_bytes < nbytes:
-        raise OSError(errno.ENOSPC, f"it needs {nbytes} bytes, and {free_bytes} are free there")
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._claimed_bytes = 0
+
+    @contextlib.contextmanager
+    def claim(self, nbytes: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function to call with the bytes that are written next, of *nbytes* in all.
+
+        Those of the call before are written by then, and no longer claimed.
+
+        Raises:
+            OSError: There is no room for *nbytes* and what others claim; names both figures.
+        """
+        with self._lock:
+            filesystem = os.fstatvfs(self._fd)
+            free_bytes = filesystem.f_bavail * filesystem.f_frsize - self._claimed_bytes
+            if filesystem.f_blocks and free_bytes < nbytes:  # some report no size
+                why = f"it needs {nbytes} bytes, and {max(free_bytes, 0)} are free there"
+                raise OSError(errno.ENOSPC, why)
+            self._claimed_bytes += nbytes
+        left_bytes, next_bytes = nbytes, 0
+
+        def before_write(n: int) -> None:
+            nonlocal left_bytes, next_bytes
+            self._release(next_bytes)
+            left_bytes, next_bytes = left_bytes - next_bytes, n
+
+        try:
+            yield before_write
+        finally:
+            self._release(left_bytes)
+
+    def _release(self, nbytes: int) -> None:
+        with self._lock:
+            self._claimed_bytes -= nbytes
 
 
 def rename(old: str, new: str, dir_fd: int) -> None:

@@ -34,6 +34,7 @@ from gpuops.checkpoint.storage.api import (
 )
 from gpuops.checkpoint.storage.directory_files import (
     LeftoverKind,
+    SpaceClaims,
     create,
     is_directory,
     list_names,
@@ -45,7 +46,6 @@ from gpuops.checkpoint.storage.directory_files import (
     regular_file_size,
     remove_tree,
     rename,
-    require_free_space,
     shared_name,
     temporary_name,
     trash_name,
@@ -71,6 +71,8 @@ class DirectoryContext:
 class DirectoryWriter:
     """One state that is being written into a directory; see `StateWriter`."""
 
+    shards_at_once = 4
+
     def __init__(
         self, context: DirectoryContext, state: StateId, world: int, *, session: str | None = None
     ) -> None:
@@ -87,6 +89,7 @@ class DirectoryWriter:
             make_directories(context.root)
             self._root = opening.enter_context(open_directory(context.root))
             self._folder = self._open_temporary(opening)
+            self._space = SpaceClaims(self._folder)
             # Shows sweepers that this writer is alive, where the file system has locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -188,17 +191,22 @@ class DirectoryWriter:
         self, name: str, record: ShardRecord, source: ImageSource, throttle: Throttle
     ) -> bytes:
         """Write the image into the file *name*; return the hashes of its pieces."""
-        require_free_space(self._folder, record.digest.nbytes)
-        fd = create(name, self._folder)
-        try:
+        with self._space.claim(record.digest.nbytes) as on_next:
+
+            def before_write(nbytes: int) -> None:
+                throttle(nbytes)
+                on_next(nbytes)
+
+            fd = create(name, self._folder)
             try:
-                return write_image(source, fd, record.digest, throttle=throttle)
-            finally:
-                os.close(fd)  # file servers may report a failed write only here
-        except BaseException:  # boundary: whatever the error, free the disk
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self._folder)
-            raise
+                try:
+                    return write_image(source, fd, record.digest, throttle=before_write)
+                finally:
+                    os.close(fd)  # file servers may report a failed write only here
+            except BaseException:  # boundary: whatever the error, free the disk
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._folder)
+                raise
 
     def _write_session_shard(
         self, record: ShardRecord, source: ImageSource, throttle: Throttle

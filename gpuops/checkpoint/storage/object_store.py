@@ -65,6 +65,8 @@ class ObjectWriter:
     names that ours would have.
     """
 
+    shards_at_once = 1  # several parts of an upload are in flight, each of them copied to memory
+
     def __init__(
         self, tree: ObjectTree, state: StateId, world: int, *, session: str | None = None
     ) -> None:

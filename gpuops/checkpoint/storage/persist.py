@@ -6,8 +6,8 @@ Ages are relative to the newest state, not to the clock: a job that was stopped 
 clock that jumped, removes nothing.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -75,8 +75,7 @@ def persist(
     if store.contains(manifest):
         return PersistResult(state, _elapsed_s(begin_ns, clock), 0)
     with _abort_at_exit(store.open_writer(state, world)) as writer:
-        for record in manifest.shards:
-            writer.put_shard(record, shards[record.shard][0], throttle=throttle)
+        _put_shards(writer, manifest.shards, shards, throttle)
         is_new = writer.commit(manifest)
     return PersistResult(state, _elapsed_s(begin_ns, clock), manifest.nbytes if is_new else 0)
 
@@ -106,8 +105,7 @@ def persist_node_shards(
     with _abort_at_exit(
         store.open_writer(state, records[0].shard.world, session=session)
     ) as writer:
-        for record in records:
-            writer.put_shard(record, shards[record.shard][0], throttle=throttle)
+        _put_shards(writer, records, shards, throttle)
     nbytes = sum(record.digest.nbytes for record in records)
     return PersistResult(state, _elapsed_s(begin_ns, clock), nbytes)
 
@@ -144,36 +142,41 @@ def commit_node_shards(
     return True
 
 
-class RateThrottle:
-    """Limits a transfer to *bytes_per_s*, and ends it when *stop* returns true.
+def _put_shards(
+    writer: StateWriter,
+    records: Sequence[ShardRecord],
+    shards: Mapping[Shard, ShardInMemory],
+    throttle: Throttle,
+) -> None:
+    """Put the shards of *records*, several at a time; the first error ends all and is raised.
 
-    Raises, when called:
-        CheckpointError: *stop* returned true.
+    On Linux, the threads inherit the priority of this one.
     """
+    errors: list[BaseException] = []
 
-    def __init__(
-        self,
-        bytes_per_s: float | None,
-        *,
-        stop: Callable[[], bool] = lambda: False,
-        clock: Clock | None = None,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._stop = stop
-        self._clock = clock or SystemClock()
-        self._sleep = sleep
-        self._free_ns = 0
+    def throttle_or_end(nbytes: int) -> None:
+        if errors:
+            raise CheckpointError("another shard could not be written")
+        throttle(nbytes)
 
-    def __call__(self, nbytes: int) -> None:
-        if self._bytes_per_s:
-            now_ns = self._clock.mono_ns()
-            if self._free_ns > now_ns:
-                self._sleep((self._free_ns - now_ns) / 1e9)
-            begin_ns = max(self._free_ns, now_ns)
-            self._free_ns = begin_ns + round(nbytes / self._bytes_per_s * 1e9)
-        if self._stop():
-            raise CheckpointError("persisting was stopped before it was done; nothing was kept")
+    def put(record: ShardRecord) -> None:
+        if errors:
+            return
+        try:
+            writer.put_shard(record, shards[record.shard][0], throttle=throttle_or_end)
+        except BaseException as exc:  # noqa: BLE001 boundary: raised by the calling thread
+            errors.append(exc)
+
+    n_threads = min(writer.shards_at_once, len(records))
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="gpuops-write") as pool:
+        tasks = [pool.submit(put, record) for record in records]
+        try:
+            wait(tasks)
+        except BaseException as exc:  # boundary: an interrupt ends the threads, too
+            errors.append(exc)
+            raise
+    if errors:
+        raise errors.pop(0)
 
 
 def _build_records(state: StateId, shards: Mapping[Shard, ShardInMemory]) -> list[ShardRecord]:

@@ -16,7 +16,6 @@ from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
     PersistResult,
-    RateThrottle,
     RetentionPolicy,
     ShardInMemory,
     StateOrigin,
@@ -25,6 +24,7 @@ from gpuops.checkpoint.storage.persist import (
     persist_node_shards,
     prune,
 )
+from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.storage.written_once import plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 

@@ -38,12 +38,12 @@ from gpuops.checkpoint.storage.directory_files import (
 )
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.storage.persist import (
-    RateThrottle,
     StateOrigin,
     commit_node_shards,
     persist,
     persist_node_shards,
 )
+from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 from gpuops.host.clock import FakeClock
 

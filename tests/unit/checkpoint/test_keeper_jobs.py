@@ -5,6 +5,8 @@ import os
 import selectors
 import threading
 
+from support.checkpoint_images import ORIGIN, images
+
 from gpuops.checkpoint.keeper.jobs import (
     NICE_HASH,
     NICE_PERSIST,
@@ -13,6 +15,9 @@ from gpuops.checkpoint.keeper.jobs import (
     Jobs,
     Waker,
 )
+from gpuops.checkpoint.storage.directory import DirectoryStore
+from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.types import StateId
 
 
 def results(jobs, waker, n):
@@ -48,6 +53,25 @@ def test_each_kind_of_work_has_its_priority_and_results_come_to_who_delivers():
             [max(base, NICE_HASH), max(base, NICE_POPULATE), base, NICE_PERSIST]
         )
         assert {thread for _, _, thread in found} == {threading.current_thread()}
+
+
+def test_the_threads_that_write_shards_have_the_priority_of_the_one_that_persists(tmp_path):
+    seen = set()
+
+    def write():
+        store, state = DirectoryStore(tmp_path), StateId(0, 1)
+        return persist(store, state, shards, origin=ORIGIN, throttle=lambda _: seen.add(nice()))
+
+    with (
+        images(2) as shards,
+        contextlib.closing(Waker()) as waker,
+        contextlib.closing(Jobs(waker.wake)) as jobs,
+    ):
+        jobs.found = []
+        jobs.start(JobKind.PERSIST, write, lambda *result: jobs.found.append(result))
+        ((done, error),) = results(jobs, waker, 1)
+
+    assert (done.nbytes > 0, error, seen) == (True, None, {NICE_PERSIST})
 
 
 def test_what_work_raises_is_its_result():

@@ -5,6 +5,8 @@ the xxh3-64 of each of its pieces, and the xxh3-64 of both, which ties the piece
 file is no part of the state: where it is missing or damaged, whole chunks are read and verified.
 """
 
+import xxhash
+
 from gpuops.checkpoint.digest import HASH_BYTES, chunk_hash
 from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Shard
 
@@ -12,6 +14,7 @@ from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Shard
 # it would cost a tenth of the hashing rate.
 PIECE_BYTES = 64 * 2**10
 PIECES_SUFFIX = ".pieces"
+_CACHED_BYTES = 4 * PIECE_BYTES  # fits into the cache of one core
 BLOCK_BYTES = (CHUNK_BYTES // PIECE_BYTES + 2) * HASH_BYTES
 
 
@@ -20,12 +23,19 @@ def pieces_file_name(shard: Shard) -> str:
     return shard.file_name + PIECES_SUFFIX
 
 
-def encode_block(chunk: memoryview, hashed: bytes) -> bytes:
-    """Return the block of the *chunk*, which has the hash *hashed* in the digest of its image."""
-    pieces = b"".join(
-        chunk_hash(chunk[at : at + PIECE_BYTES]) for at in range(0, len(chunk), PIECE_BYTES)
-    )
-    return hashed + pieces + chunk_hash(hashed + pieces)
+def encode_block(chunk: memoryview) -> bytes:
+    """Return the block of the *chunk*, which begins with its hash in the digest of its image.
+
+    Memory is read once: what the one hash has read, the other one finds in the cache.
+    """
+    whole, pieces = xxhash.xxh3_64(), bytearray()
+    for begin in range(0, len(chunk), _CACHED_BYTES):
+        part = chunk[begin : begin + _CACHED_BYTES]
+        whole.update(part)
+        for at in range(0, len(part), PIECE_BYTES):
+            pieces += chunk_hash(part[at : at + PIECE_BYTES])
+    body = whole.digest() + pieces
+    return body + chunk_hash(body)
 
 
 def parse_block(block: bytes, hashed: bytes, chunk_bytes: int) -> bytes:

@@ -35,7 +35,7 @@ STATE = StateId(0, 7)
 BLOB = json.dumps({"format": STATE_FORMAT, "step": STATE.step, "parts": {}}).encode()
 ZEROS = bytes(CHUNK_BYTES)
 ZERO_HASH = chunk_hash(ZEROS)
-ZERO_BLOCK = encode_block(memoryview(ZEROS), ZERO_HASH)
+ZERO_BLOCK = encode_block(memoryview(ZEROS))
 
 
 def layout_of(rank):
@@ -66,7 +66,7 @@ def put_shard(folder, rank):
                 else:
                     with view[at:end] as chunk:
                         hashed = chunk_hash(chunk)
-                        block = encode_block(chunk, hashed)
+                        block = encode_block(chunk)
                 table += hashed
                 blocks += block
     (folder / pieces_file_name(layout.shard)).write_bytes(blocks)

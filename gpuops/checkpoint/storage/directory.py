@@ -241,8 +241,7 @@ class DirectoryStore:
             fd = open_regular_file(shard.file_name, folder)
             try:
                 with image_chunks(fd, os.fstat(fd).st_size) as chunks:
-                    for _, chunk in chunks:
-                        yield chunk
+                    yield from chunks
             finally:
                 close_quietly(fd)
 

@@ -1,7 +1,8 @@
 """Write the image of a shard to a file at the disk's rate, and hash it meanwhile.
 
 The bytes go from the mapping of the image to the disk without an intermediate copy, a chunk at a
-time. Each chunk is hashed after it was written, so the hash detects any change meanwhile.
+time. Each chunk is hashed after it was written, so the hash detects any change meanwhile; the next
+one is written at the same time.
 
 Files are written with O_DIRECT where the file system supports it: it takes no CPU time for copies,
 and does not evict the training's page cache.
@@ -12,9 +13,11 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
 
-from gpuops.checkpoint.digest import HASH_BYTES, Digester, is_chunk_intact
+from gpuops.checkpoint.digest import HASH_BYTES, digest_root, is_chunk_intact
 from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.pieces import encode_block
@@ -90,18 +93,20 @@ def write_image(
         CorruptError: The written bytes do not match *digest*.
         OSError: It cannot be written, or *source* not be read.
     """
-    digester = Digester()
     target = DirectWriter(target_fd)
-    blocks = bytearray()
-    with image_chunks(source, digest.nbytes) as chunks:
-        for at, chunk in chunks:
+    hashing: list[Future[bytes]] = []
+    with (
+        image_chunks(source, digest.nbytes) as chunks,
+        ThreadPoolExecutor(1, thread_name_prefix="gpuops-write-hash") as hasher,
+    ):
+        for chunk in chunks:
             throttle(len(chunk))
             target.write(chunk)
-            digester.update(chunk)
-            blocks += encode_block(chunk, _hash_at(digest, at))
-    check_same_digest(digester.finish(), digest)
-    os.fsync(target_fd)
-    return bytes(blocks)
+            if hashing:
+                hashing[-1].result()  # its memory is used again for the chunk after this one
+            hashing.append(hasher.submit(encode_block, chunk[:]))
+        os.fsync(target_fd)
+        return _join_blocks([task.result() for task in hashing], digest)
 
 
 def verify_image(source: ImageSource, digest: Digest) -> bytes:
@@ -111,14 +116,8 @@ def verify_image(source: ImageSource, digest: Digest) -> bytes:
         CorruptError: It does not; with the offsets of the chunks that differ.
         OSError: It cannot be read.
     """
-    digester = Digester()
-    blocks = bytearray()
     with image_chunks(source, digest.nbytes) as chunks:
-        for at, chunk in chunks:
-            digester.update(chunk)
-            blocks += encode_block(chunk, _hash_at(digest, at))
-    check_same_digest(digester.finish(), digest)
-    return bytes(blocks)
+        return _join_blocks([encode_block(chunk) for chunk in chunks], digest)
 
 
 def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
@@ -166,8 +165,10 @@ def read_layout_hash(source: ImageSource, shard: Shard, nbytes: int) -> str:
 
 
 @contextlib.contextmanager
-def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[int, memoryview]]]:
-    """Yield an iterator over (offset, bytes) of the *nbytes* of *source* in chunks.
+def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[memoryview]]:
+    """Yield an iterator over the chunks of the *nbytes* of *source*.
+
+    The memory of a chunk stays what it is until the one after the next.
 
     Memory that is sealed against shrinking is mapped, if it is not yet. A file could be truncated,
     which would kill the reader of a mapping, so each chunk is read.
@@ -194,28 +195,25 @@ def image_chunks(source: ImageSource, nbytes: int) -> Iterator[Iterator[tuple[in
         yield _read_chunks(source_fd, nbytes)
 
 
-def check_same_digest(written: Digest, expected: Digest) -> None:
-    """Raise unless both digests are equal.
+def _join_blocks(blocks: Sequence[bytes], digest: Digest) -> bytes:
+    """Return all *blocks*, those of the chunks of *digest*.
 
     Raises:
-        CorruptError: With the offsets of the chunks that differ.
+        CorruptError: They are of other chunks; with the offsets of those that differ.
     """
-    if written == expected:
-        return
+    table = b"".join(block[:HASH_BYTES] for block in blocks)
+    if table == digest.table and digest_root(digest.nbytes, table) == digest.root:
+        return b"".join(blocks)
+    saved = digest.table
     bad = [
-        number * CHUNK_BYTES
-        for number in range(len(expected.table) // 8)
-        if written.table[8 * number : 8 * number + 8] != expected.table[8 * number : 8 * number + 8]
+        at // HASH_BYTES * CHUNK_BYTES
+        for at in range(0, len(saved), HASH_BYTES)
+        if table[at : at + HASH_BYTES] != saved[at : at + HASH_BYTES]
     ]
     raise CorruptError(
-        f"{len(bad)} of {len(expected.table) // 8} chunks are not what was saved, "
+        f"{len(bad)} of {len(saved) // HASH_BYTES} chunks are not what was saved, "
         f"at bytes {', '.join(map(str, bad[:8]))}{'…' if len(bad) > 8 else ''}"
     )
-
-
-def _hash_at(digest: Digest, at: int) -> bytes:
-    number = at // CHUNK_BYTES
-    return digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
 
 def _cannot_shrink(fd: int) -> bool:
@@ -225,19 +223,19 @@ def _cannot_shrink(fd: int) -> bool:
         return False
 
 
-def _mapped_chunks(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+def _mapped_chunks(view: memoryview) -> Iterator[memoryview]:
     with view:
         for at in range(0, len(view), CHUNK_BYTES):
             with view[at : at + CHUNK_BYTES] as chunk:
-                yield at, chunk
+                yield chunk
 
 
-def _read_chunks(fd: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, nbytes)))
-    for at in range(0, nbytes, CHUNK_BYTES):
+def _read_chunks(fd: int, nbytes: int) -> Iterator[memoryview]:
+    buffers = [memoryview(bytearray(min(CHUNK_BYTES, nbytes))) for _ in range(2)]
+    for at, buffer in zip(range(0, nbytes, CHUNK_BYTES), cycle(buffers), strict=False):
         chunk = buffer[: min(CHUNK_BYTES, nbytes - at)]
         _read_all(fd, chunk, at)
-        yield at, chunk
+        yield chunk
 
 
 def _read_all(fd: int, into: memoryview, at: int) -> None:

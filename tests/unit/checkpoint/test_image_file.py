@@ -7,8 +7,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.checkpoint_images import sealed
 
-from gpuops.checkpoint.storage.image_file import BLOCK_BYTES, DirectWriter
+from gpuops.checkpoint.digest import chunk_hash, compute_digest
+from gpuops.checkpoint.pieces import BLOCK_BYTES as HASHES_BYTES
+from gpuops.checkpoint.pieces import PIECE_BYTES, parse_block
+from gpuops.checkpoint.storage.image_file import (
+    BLOCK_BYTES,
+    DirectWriter,
+    verify_image,
+    write_image,
+)
+from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError
 
 MIB = 2**20
 
@@ -82,3 +92,47 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
             DirectWriter(fd).write(memory_of(MIB))
     finally:
         os.close(fd)
+
+
+@pytest.fixture(params=["memory", "file"])
+def image(request, tmp_path):
+    """Return a descriptor of two chunks and a few bytes, and what is in it."""
+    some = random.Random(0).randbytes(10**6 + 3)
+    content = (some * 34)[: 2 * CHUNK_BYTES + 5]
+    if request.param == "memory":
+        found = sealed(content)
+    else:
+        (tmp_path / "image").write_bytes(content)
+        found = os.open(tmp_path / "image", os.O_RDWR | os.O_CLOEXEC)
+    yield found, content
+    os.close(found)
+
+
+def test_an_image_arrives_with_the_hashes_of_all_its_pieces(fd, image):
+    source, content = image
+    digest = compute_digest(memoryview(content))
+
+    blocks = write_image(source, fd, digest)
+
+    assert Path(f"/proc/self/fd/{fd}").read_bytes() == content
+    assert blocks == verify_image(source, digest)
+    for number, at in enumerate(range(0, len(content), CHUNK_BYTES)):
+        chunk = content[at : at + CHUNK_BYTES]
+        block = blocks[number * HASHES_BYTES :][:HASHES_BYTES]
+        pieces = [chunk[at : at + PIECE_BYTES] for at in range(0, len(chunk), PIECE_BYTES)]
+        assert parse_block(block, chunk_hash(chunk), len(chunk)) == b"".join(
+            map(chunk_hash, pieces)
+        )
+
+
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES + PIECE_BYTES, 2 * CHUNK_BYTES + 4])
+def test_one_bit_in_any_chunk_is_found_and_located(fd, image, at):
+    source, content = image
+    digest = compute_digest(memoryview(content))
+    os.pwrite(source, bytes([content[at] ^ 16]), at)
+
+    where = f"1 of 3 chunks are not what was saved, at bytes {at // CHUNK_BYTES * CHUNK_BYTES}$"
+    with pytest.raises(CorruptError, match=where):
+        write_image(source, fd, digest)
+    with pytest.raises(CorruptError, match=where):
+        verify_image(source, digest)

@@ -26,7 +26,7 @@ from rich.table import Table
 from gpuops.cli.ckpt.bench import print_bench
 from gpuops.model import envelope
 from gpuops.units import parse_bytes, parse_seconds
-from gpuops.worker.bench.run import summarize
+from gpuops.worker.bench.figures import summarize
 from gpuops.worker.bench.savers import ROWS, SCHEMA, BenchPlan
 
 CONNECTIONS = 4

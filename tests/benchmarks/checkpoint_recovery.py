@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gpuops.config.resolve import environ
 from gpuops.host.process.sidecar import Sidecar, start_sidecar
-from gpuops.worker.bench.run import restore, restore_figures, restore_limits, timed
+from gpuops.worker.bench.limits import timed
+from gpuops.worker.bench.run import measure_restores, restore, restore_limits
 from gpuops.worker.bench.savers import (
     GPUOPS,
     BenchError,
@@ -131,8 +132,8 @@ def recovery_rows(
     folder: Path,
     rng: random.Random,
     on_message: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], KillResults]:
-    """Return the seconds of each way to have the state back in a live process, and the kills."""
+) -> tuple[dict[str, Any], KillResults]:
+    """Return the figures of each way to have the state back in a live process, and the kills."""
     subject = BenchJob(plan.nbytes, plan.n_tensors)
     worker = KilledWorker(sidecar, subject, plan.n_tensors, folder)
     results = KillResults()
@@ -145,7 +146,7 @@ def recovery_rows(
     try:
         with restore_limits(subject) as limits:
             ways = {**limits, GPUOPS: ours, **torch_ways}
-            return restore_figures(ways, plan.rounds, on_message), results
+            return measure_restores(ways, plan.rounds, on_message), results
     finally:
         worker.close()
 

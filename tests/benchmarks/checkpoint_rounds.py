@@ -2,60 +2,44 @@
 
 from collections.abc import Callable, Sequence
 
-from gpuops.worker.bench.run import SAVE_TIMEOUT_S, SaveSample, in_turns, measure_save
+from gpuops.worker.bench.run import SAVE_TIMEOUT_S, SaveLimits, SaveRounds
 from gpuops.worker.bench.savers import BenchJob, BenchSaver
 
 PEER_TIMEOUT_S = 120.0  # that a way may take which is not needed
 
 
-class BenchRounds:
-    """The ways to save, each in its turn in each round; the first round is the cold one.
+class BenchRounds(SaveRounds):
+    """Rounds with ``missing``: the names of the ways that failed, and why.
 
-    ``samples`` are by name and number of the round. ``missing`` has the names of those that failed,
-    which takes none of the others along, and why.
+    The failure of a way whose name is among *needed* is one of the whole.
     """
 
     def __init__(
         self,
-        subject: BenchJob,
-        n_steps_around: int,
+        job: BenchJob,
+        limits: SaveLimits,
+        n_beside: int,
         on_message: Callable[[str], None],
         *,
         needed: frozenset[str] = frozenset(),
     ) -> None:
-        """Take *needed*, the names of those whose failure is one of the whole."""
-        self._subject = subject
-        self._n_beside = n_steps_around
-        self._on_message = on_message
+        super().__init__(job, limits, n_beside, on_message)
         self._needed = needed
-        self._step = 0
-        self._n_rounds = 0
-        self.samples: dict[str, dict[int, SaveSample]] = {}
         self.missing: dict[str, str] = {}
 
     def run_round(self, savers: Sequence[BenchSaver]) -> None:
         """Save once in each way that has not failed."""
-        for saver in in_turns(savers, self._n_rounds):
-            if saver.name in self.missing:
-                continue
-            self._step += 1
-            self._on_message(f"round {self._n_rounds}: {saver.name}")
-            try:
-                save_sample = measure_save(
-                    self._subject,
-                    saver,
-                    self._step,
-                    self._n_beside,
-                    timeout_s=SAVE_TIMEOUT_S if saver.name in self._needed else PEER_TIMEOUT_S,
-                )
-                saver.clean()
-            except Exception as exc:  # boundary: a peer may fail as it likes
-                if saver.name in self._needed:
-                    raise
-                self.drop(saver.name, exc)
-            else:
-                self.samples.setdefault(saver.name, {})[self._n_rounds] = save_sample
-        self._n_rounds += 1
+        super().run_round([saver for saver in savers if saver.name not in self.missing])
+
+    def add(self, saver: BenchSaver, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
+        """Save once in that way; drop it if it fails."""
+        if saver.name in self._needed:
+            super().add(saver, timeout_s=SAVE_TIMEOUT_S)
+            return
+        try:
+            super().add(saver, timeout_s=timeout_s)
+        except Exception as exc:  # noqa: BLE001 boundary: a peer may fail as it likes
+            self.drop(saver.name, exc)
 
     def drop(self, name: str, exc: Exception) -> None:
         """Leave the way of that name out from now on, and what was measured of it."""

@@ -28,37 +28,29 @@ from checkpoint_torch import (
 )
 from support.placements import simulate_survival
 
-from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.placement.replica_placement import place
 from gpuops.checkpoint.placement.survival import mixed_odds
 from gpuops.config.resolve import environ, update_environ
 from gpuops.host.process.sidecar import Sidecar
 from gpuops.units import format_bytes
-from gpuops.worker.bench.run import (
-    limit_savers,
-    new_folder,
-    save_figures,
-    small_plan,
-    summarize,
-    timed,
-)
+from gpuops.worker.bench.figures import save_figures, summarize
+from gpuops.worker.bench.run import SaveLimits, new_folder, small_plan
 from gpuops.worker.bench.savers import (
     GPUOPS,
-    MEMCPY,
     RAW,
     ROWS,
     BenchError,
     BenchJob,
     BenchPlan,
     BenchSaver,
-    bytes_of,
+    GpuopsSaver,
 )
 
 OnMessage = Callable[[str], None]
 ExtraSavers = Callable[[BenchJob, Path], tuple[list[SaverFactory], dict[str, str]]]
 OnFigures = Callable[[dict[str, Any]], None]
-_NEEDED = frozenset({MEMCPY, RAW, GPUOPS})
+_NEEDED = frozenset({RAW, GPUOPS})
 PEERS_TIMEOUT_S = 330.0  # from the first round on, if brief
 MEMORY_STATES = 4  # what a guest stages and its writer holds, and what the others take in a save
 SHORT_ROUNDS = 4  # the cold one included
@@ -134,7 +126,7 @@ class _RowRunner:
     def recovery(self) -> tuple[Any, dict[str, str]]:
         path = _new(self.folder, "recovery")
         rows, kills = recovery_rows(self.sidecar(), self.plan, path, self.rng, self.on_message)
-        return {"ways": rows, "kills": _kills(kills)}, {}
+        return {**rows, "kills": _kills(kills)}, {}
 
     def kills(self) -> tuple[Any, dict[str, str]]:
         path = _new(self.folder, "kills")
@@ -170,15 +162,16 @@ def _save_rows(
     is_small: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     subject = BenchJob(plan.nbytes, plan.n_tensors, step_s=plan.step_s)
-    memcpy, limits = limit_savers(subject, folder)
-    hash_s: list[float] = []
+    limits = SaveLimits(subject, folder, plan.n_beside)
     is_short = plan.is_brief and is_small
     with ExitStack() as stack:
         savers: list[BenchSaver] = [
-            *limits,
+            limits.buffered,
+            GpuopsSaver(subject, folder),
             *dcp_savers(subject, folder),
             TorchSaver(subject, folder),
         ]
+        stack.callback(limits.close)
         for saver in savers:
             stack.callback(saver.close)
         if is_short:
@@ -190,13 +183,12 @@ def _save_rows(
         memory_bytes = MEMORY_STATES * subject.nbytes
         peer_savers = _PeerSavers(groups, plan.rounds + 1, memory_bytes, is_brief=plan.is_brief)
         stack.callback(peer_savers.close)
-        bench_rounds = BenchRounds(subject, plan.n_beside, on_message, needed=_NEEDED)
+        bench_rounds = BenchRounds(subject, limits, plan.n_beside, on_message, needed=_NEEDED)
         for number in range(plan.rounds + 1):
             if is_short and number == SHORT_ROUNDS:
                 savers = [each for each in savers if each.name != DCP_THREAD]
             bench_rounds.run_round([*savers, *peer_savers.for_round(number, bench_rounds)])
-            hash_s.append(timed(lambda: compute_digest(bytes_of(memcpy.whole))))
-    figures = save_figures(subject, bench_rounds.samples, hash_s)
+    figures = save_figures(subject, bench_rounds.samples, bench_rounds.around)
     return figures, missing | bench_rounds.missing
 
 

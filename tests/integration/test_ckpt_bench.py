@@ -116,7 +116,7 @@ def test_others_are_measured_and_nothing_is_lost(tmp_path):
     check_envelope(body)
     assert body["did_not_run"] == {}
     check_saves(body["save"], LIMITS | TORCH, 30)
-    small = {"memcpy", "write + fsync", "gpuops", "dcp.save", "dcp.async_save, thread"}
+    small = LIMITS | {"dcp.save", "dcp.async_save, thread"}
     check_saves(body["small"], small, 60)
     check_restores(body["recovery"], RESTORE_LIMITS | TORCH_LOADS)
     assert GOALS | {"saves lost"} <= check_goals(body)

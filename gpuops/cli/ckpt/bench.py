@@ -22,7 +22,6 @@ _MS = 1e3
 WIDTH_MIN = 150  # of the widest table: wrapped lines are better than truncated names
 _SAVES = {
     "stall_s": "stall",
-    "extra_s": "step longer by",
     "recoverable_s": "outlives SIGKILL",
     "durable_s": "durable",
     "lost_s": "training lost",
@@ -30,14 +29,14 @@ _SAVES = {
 
 
 def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
-    """Print all tables; medians in milliseconds, with the cold first round in brackets."""
+    """Print all tables; milliseconds, with extremes, and the cold first round in brackets."""
     console = console or Console()
     if console.width < WIDTH_MIN:
         console = Console(width=WIDTH_MIN)
     plan = body["plan"]
     console.print(
-        f"torch {body['torch']}, one thread; medians of {plan['rounds']} interleaved rounds, "
-        "milliseconds; (cold): the first round, not counted"
+        f"torch {body['torch']}, one thread; {plan['rounds']} interleaved rounds, milliseconds: "
+        "median, lowest-highest, (cold): the first round, not counted"
     )
     for name in ("save", "small"):
         if name in body:
@@ -46,6 +45,9 @@ def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
         console.print(_recovery(body["recovery"], plan["nbytes"]))
     if body["goals"]:
         console.print(_goals(body["goals"]))
+    for name in ("save", "recovery"):
+        if name in body and (noise := _noise(name, body[name]["quiet_rounds"])):
+            console.print(noise, soft_wrap=True)
     missing: dict[str, list[str]] = {}
     for what, why in body["did_not_run"].items():
         missing.setdefault(why, []).append(what)
@@ -57,7 +59,22 @@ def _ms(figures: dict[str, Any]) -> str:
     if figures["median"] is None:
         return "-"
     cold = "-" if figures["first"] is None else f"{figures['first'] * _MS:.0f}"
-    return f"{figures['median'] * _MS:.4g} ({cold})"
+    return f"{figures['median'] * _MS:.3g}, {_spread(figures, _MS)} ({cold})"
+
+
+def _spread(figures: dict[str, Any], times: float = 1.0) -> str:
+    return f"{figures['min'] * times:.3g}-{figures['max'] * times:.3g}"
+
+
+def _noise(row: str, rounds: dict[str, int]) -> str | None:
+    """Return a line where the machine was not quiet in some of the rounds of *row*."""
+    if rounds["quiet"] == rounds["of"]:
+        return None
+    counted = "only the quiet ones are" if rounds["quiet"] else "none was, so all are"
+    return (
+        f"{row}: {rounds['quiet']} of {rounds['of']} rounds were quiet: what memory and disk take "
+        f"was the same right before and after, within a quarter; {counted} compared with the limits"
+    )
 
 
 def _saves(part: dict[str, Any]) -> Table:
@@ -95,6 +112,8 @@ def _goals(rows: list[dict[str, Any]]) -> Table:
     table.add_column("met")
     for row in rows:
         value = "-" if row["value"] is None else f"{row['value']:.3g}"
+        if row.get("min") is not None:
+            value += f", {_spread(row)}"
         met = "yes" if row["met"] else "NO"
         table.add_row(row["metric"], row["beside"], value, row["goal"], met)
     return table

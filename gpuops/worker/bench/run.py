@@ -5,9 +5,10 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.worker.bench.figures import SaveSample, limit_goals, restore_figures, save_figures
+from gpuops.worker.bench.limits import Limits, Surroundings, measure_between, timed
 from gpuops.worker.bench.savers import (
     GPUOPS,
     HEAD_BYTES,
     MEMCPY,
-    RAW,
     RAW_DIRECT,
     SOURCE_TREE_ROWS,
     BenchError,
@@ -41,25 +43,6 @@ SAVE_TIMEOUT_S = 600.0
 FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped meanwhile
 _POLL_S = 0.02
 _ELSEWHERE = "only tests/benchmarks/bench_checkpoint.py of the source tree measures this"
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSample:
-    """One save.
-
-    ``stall_s``: the duration of the call. ``extra_s``: the step with the save in it, less the mean
-    of the steps just before and just after the save, since a shared machine drifts.
-    ``recoverable_s`` and ``durable_s`` count from the end of the training step. ``loss``: how much
-    slower the steps between call and durability were, as a share of their rate; None where there
-    were none. ``lost_s``: all the training time that the save took.
-    """
-
-    stall_s: float
-    extra_s: float
-    recoverable_s: float | None
-    durable_s: float
-    loss: float | None
-    lost_s: float
 
 
 def run_bench(plan: BenchPlan, parent: Path, on_message: OnMessage) -> dict[str, Any]:
@@ -104,30 +87,94 @@ def small_plan(plan: BenchPlan) -> BenchPlan:
     return replace(plan, nbytes=nbytes, n_tensors=plan.small_tensors)
 
 
-def limit_savers(job: BenchJob, folder: Path) -> tuple[MemcpySaver, list[BenchSaver]]:
-    """Return gpuops and the limits of the hardware that it is measured against."""
-    memcpy = MemcpySaver(job)
-    raw = [RawWriteSaver(memcpy.whole, folder, is_direct=is_direct) for is_direct in (False, True)]
-    return memcpy, [memcpy, *raw, GpuopsSaver(job, folder)]
+class SaveLimits:
+    """The limits of the hardware that gpuops is measured against: a copy, a hash, and a write."""
+
+    def __init__(self, job: BenchJob, folder: Path, n_beside: int) -> None:
+        self._job = job
+        self._n_beside = n_beside
+        self._memcpy = MemcpySaver(job)
+        self.buffered = RawWriteSaver(self._memcpy.whole, folder, is_direct=False)
+        self._direct = RawWriteSaver(self._memcpy.whole, folder, is_direct=True)
+        self.samples: dict[str, SaveSample] = {}
+
+    def measure(self) -> Limits:
+        """Copy, hash and write the state once, each in the middle of training."""
+        hash_s = timed(lambda: compute_digest(bytes_of(self._memcpy.whole)))
+        for saver in (self._memcpy, self._direct):
+            self.samples[saver.name] = measure_save(self._job, saver, 0, self._n_beside)
+            saver.clean()
+        return Limits(self.samples[MEMCPY].stall_s, hash_s, self.samples[RAW_DIRECT].durable_s)
+
+    def close(self) -> None:
+        """Shut down."""
+        self._direct.close()
+
+
+class SaveRounds:
+    """The ways to save, each in its turn in each round; the first round is the cold one.
+
+    ``samples`` are by name and number of the round. ``around``, by the number of the round, are the
+    *limits* right before and right after gpuops saved.
+    """
+
+    def __init__(
+        self, job: BenchJob, limits: SaveLimits, n_beside: int, on_message: OnMessage
+    ) -> None:
+        self.samples: dict[str, dict[int, SaveSample]] = {}
+        self.around: dict[int, Surroundings] = {}
+        self._job = job
+        self._limits = limits
+        self._n_beside = n_beside
+        self._on_message = on_message
+        self._steps = count(1)
+        self._n_rounds = 0
+
+    def run_round(self, savers: Sequence[BenchSaver]) -> None:
+        """Save once in each way."""
+        for saver in in_turns(savers, self._n_rounds):
+            self._on_message(f"round {self._n_rounds}: {saver.name}")
+            self.add(saver)
+        self._n_rounds += 1
+
+    def add(self, saver: BenchSaver, *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Save once in that way; that of gpuops between the limits.
+
+        Raises:
+            BenchError: Nothing was saved.
+        """
+
+        def measure() -> SaveSample:
+            step = next(self._steps)
+            sample = measure_save(self._job, saver, step, self._n_beside, timeout_s=timeout_s)
+            saver.clean()
+            return sample
+
+        if saver.name == GPUOPS:
+            sample, self.around[self._n_rounds] = measure_between(measure, self._limits.measure)
+            for name, limit in self._limits.samples.items():
+                self._keep(name, limit)
+        else:
+            sample = measure()
+        self._keep(saver.name, sample)
+
+    def _keep(self, name: str, sample: SaveSample) -> None:
+        self.samples.setdefault(name, {})[self._n_rounds] = sample
 
 
 def _save_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[str, Any]:
     folder.mkdir(mode=0o700)
     job = BenchJob(plan.nbytes, plan.n_tensors, step_s=plan.step_s)
-    memcpy, savers = limit_savers(job, folder)
-    samples: dict[str, dict[int, SaveSample]] = {saver.name: {} for saver in savers}
-    hash_s: list[float] = []
+    limits = SaveLimits(job, folder, plan.n_beside)
+    savers = [limits.buffered, GpuopsSaver(job, folder)]
     with ExitStack() as stack:
+        stack.callback(limits.close)
         for saver in savers:
             stack.callback(saver.close)
-        for number in range(plan.rounds + 1):
-            for saver in in_turns(savers, number):
-                on_message(f"round {number}: {saver.name}")
-                step = 1 + sum(len(each) for each in samples.values())
-                samples[saver.name][number] = measure_save(job, saver, step, plan.n_beside)
-                saver.clean()
-            hash_s.append(timed(lambda: compute_digest(bytes_of(memcpy.whole))))
-    return save_figures(job, samples, hash_s)
+        rounds = SaveRounds(job, limits, plan.n_beside, on_message)
+        for _ in range(plan.rounds + 1):
+            rounds.run_round(savers)
+    return save_figures(job, rounds.samples, rounds.around)
 
 
 def in_turns(ways: Sequence[Any], number: int) -> Sequence[Any]:
@@ -178,52 +225,6 @@ def measure_save(
     )
 
 
-def save_figures(
-    job: BenchJob, samples: Mapping[str, Mapping[int, SaveSample]], hash_s: Sequence[float]
-) -> dict[str, Any]:
-    """Return the figures of all ways, and ratios round by round: a slow round slows both ways."""
-    ours, memcpy = samples[GPUOPS], samples[MEMCPY]
-    ratios: dict[str, Any] = {
-        "stall over " + name: summarize(ours[at].stall_s / each[at].stall_s for at in each)
-        for name, each in samples.items()
-        if name not in {GPUOPS, RAW, RAW_DIRECT}
-    }
-    ratios["recoverable over memcpy + hash"] = summarize(
-        (sample.recoverable_s or 0.0) / (memcpy[at].stall_s + hash_s[at])
-        for at, sample in ours.items()
-    )
-    for limit in (RAW, RAW_DIRECT):
-        if limit in samples:
-            ratios["durable over " + limit] = summarize(
-                sample.durable_s / samples[limit][at].durable_s for at, sample in ours.items()
-            )
-    return {
-        "nbytes": job.nbytes,
-        "n_tensors": len(job.tensors()),
-        "hash": summarize(hash_s),
-        "ways": [{"way": name, **_summaries(each.values())} for name, each in samples.items()],
-        "ratios": ratios,
-    }
-
-
-def _summaries(samples: Iterable[SaveSample]) -> dict[str, Any]:
-    fields = [asdict(each) for each in samples]
-    return {name: summarize(each[name] for each in fields) for name in fields[0]}
-
-
-def summarize(values: Iterable[float | None]) -> dict[str, Any]:
-    """Return the first value separately, and median and extremes of the others."""
-    first, *rest = list(values)
-    there = [value for value in rest if value is not None]
-    return {
-        "first": first,
-        "median": statistics.median(there) if there else None,
-        "min": min(there, default=None),
-        "max": max(there, default=None),
-        "n": len(there),
-    }
-
-
 def _recovery_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[str, Any]:
     folder.mkdir(mode=0o700)
     job = BenchJob(plan.nbytes, plan.n_tensors)
@@ -235,8 +236,10 @@ def _recovery_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[
         saver.checkpointer.close()
         ours = {GPUOPS: lambda: restore(job, saver.socket_path)[1]}
         with restore_limits(job) as limits:
-            ways = restore_figures({**limits, **ours}, plan.rounds, on_message)
-        return {"ways": ways, "kills": None}
+            return {
+                **measure_restores({**limits, **ours}, plan.rounds, on_message),
+                "kills": None,
+            }
     finally:
         saver.close()
 
@@ -279,44 +282,24 @@ def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
         buffer.close()
 
 
-def restore_figures(
+def measure_restores(
     ways: Mapping[str, Callable[[], float]], n_rounds: int, on_message: OnMessage
-) -> list[dict[str, Any]]:
-    """Return the seconds of each way to restore the state in a live process."""
+) -> dict[str, Any]:
+    """Return the figures of each way to restore the state in a live process, in turns.
+
+    That of gpuops is measured between two copies.
+    """
     took: dict[str, list[float]] = {name: [] for name in ways}
+    around: dict[int, Surroundings] = {}
     for number in range(n_rounds + 1):
-        for name in in_turns(list(ways), number):
+        for name in in_turns([name for name in ways if name != MEMCPY], number):
             on_message(f"recovery {number} of {n_rounds}: {name}")
-            took[name].append(ways[name]())
-    return [{"way": name, "seconds": summarize(seconds)} for name, seconds in took.items()]
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Return the seconds that *function* takes."""
-    begun_s = time.perf_counter()
-    function()
-    return time.perf_counter() - begun_s
-
-
-def limit_goals(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return for each limit of the hardware the measurement, the goal, and whether it is met."""
-    rows = []
-
-    def at_most(metric: str, beside: str, value: float | None, bound: float) -> None:
-        is_met = value is not None and value <= bound
-        goal = f"at most {bound:g}"
-        rows.append(
-            {"metric": metric, "beside": beside, "value": value, "goal": goal, "met": is_met}
-        )
-
-    if "save" in found:
-        ratios = {name: each["median"] for name, each in found["save"]["ratios"].items()}
-        loss = {way["way"]: way["loss"]["median"] for way in found["save"]["ways"]}
-        at_most("stall", MEMCPY, ratios["stall over memcpy"], 1.15)
-        at_most("training slower while persisting", "no save", loss[GPUOPS], 0.08)
-        at_most("recoverable", "memcpy + hash", ratios["recoverable over memcpy + hash"], 1.3)
-        at_most("durable", RAW, ratios["durable over write + fsync"], 1.15)
-    if "recovery" in found:
-        took = {way["way"]: way["seconds"]["median"] for way in found["recovery"]["ways"]}
-        at_most("recovery", MEMCPY, took[GPUOPS] / took[MEMCPY], 1.3)
-    return rows
+            if name == GPUOPS:
+                seconds, around[number] = measure_between(
+                    ways[GPUOPS], lambda: Limits(ways[MEMCPY]())
+                )
+                took[MEMCPY].append(around[number].mean.memcpy_s)
+            else:
+                seconds = ways[name]()
+            took[name].append(seconds)
+    return restore_figures(took, around)

@@ -1,10 +1,18 @@
-"""The benchmark of checkpoints: a way that fails is named and left out, and the others go on."""
+"""The benchmark of checkpoints: its rounds, the ways that fail, and the limits beside them."""
+
+import io
 
 import pytest
 from checkpoint_rounds import BenchRounds
+from rich.console import Console
 
+from gpuops.cli.ckpt.bench import print_bench
+from gpuops.worker.bench.figures import SaveSample, restore_figures, save_figures
+from gpuops.worker.bench.limits import Limits, Surroundings, measure_between
 from gpuops.worker.bench.run import measure_save
 from gpuops.worker.bench.savers import HEAD_BYTES, BenchJob
+
+NO_LIMITS = None  # which only gpuops is measured against
 
 
 class Way:
@@ -35,7 +43,7 @@ def subject():
 
 def test_a_way_that_fails_once_is_left_out_with_the_reason(subject):
     good, bad = Way("good"), Way("bad", fails_at=2)
-    turns = BenchRounds(subject, 1, lambda _text: None, needed=frozenset({"good"}))
+    turns = BenchRounds(subject, NO_LIMITS, 1, lambda _text: None, needed=frozenset({"good"}))
 
     for _ in range(3):
         turns.run_round([good, bad])
@@ -46,7 +54,7 @@ def test_a_way_that_fails_once_is_left_out_with_the_reason(subject):
 
 
 def test_the_failure_of_one_that_all_is_measured_against_is_raised(subject):
-    turns = BenchRounds(subject, 1, lambda _text: None, needed=frozenset({"bad"}))
+    turns = BenchRounds(subject, NO_LIMITS, 1, lambda _text: None, needed=frozenset({"bad"}))
 
     with pytest.raises(OSError, match="disk is gone"):
         turns.run_round([Way("bad", fails_at=1)])
@@ -54,7 +62,7 @@ def test_the_failure_of_one_that_all_is_measured_against_is_raised(subject):
 
 def test_a_guest_has_the_samples_of_the_rounds_in_which_it_was_there(subject):
     always, guest = Way("always"), Way("guest")
-    turns = BenchRounds(subject, 1, lambda _text: None)
+    turns = BenchRounds(subject, NO_LIMITS, 1, lambda _text: None)
 
     turns.run_round([always])
     turns.run_round([always, guest])
@@ -94,3 +102,64 @@ def test_a_save_that_is_durable_before_the_next_step_has_no_loss():
 
     assert taken.loss is None
     assert taken.durable_s == taken.stall_s
+
+
+class Machine:
+    """Limits that are as given, one after the other."""
+
+    def __init__(self, *memcpy_s):
+        self._memcpy_s = list(memcpy_s)
+
+    def __call__(self):
+        return Limits(self._memcpy_s.pop(0), hash_s=1.0, write_s=2.0)
+
+
+def test_a_figure_is_taken_between_equal_limits():
+    figures = iter("abc")
+    # The machine was slower at first: the limits around the first and the second figure differ.
+    measured, around = measure_between(lambda: next(figures), Machine(3.0, 2.0, 1.0, 1.2))
+
+    assert measured == "c"
+    assert around.is_quiet
+    assert around.mean == Limits(pytest.approx(1.1), 1.0, 2.0)
+
+
+def test_a_machine_that_is_never_quiet_is_not_waited_for():
+    figures = iter("abcd")
+    measured, around = measure_between(lambda: next(figures), Machine(1.0, 2.0, 1.0, 2.0))
+
+    assert measured == "c"
+    assert not around.is_quiet
+
+
+def around(before_s, after_s):
+    return Surroundings(Limits(before_s, 1.0, 2.0), Limits(after_s, 1.0, 2.0))
+
+
+def sample(stall_s):
+    return SaveSample(stall_s, stall_s, 2 * stall_s, 4 * stall_s, 0.0, stall_s)
+
+
+def test_only_quiet_rounds_are_compared_with_the_limits(subject):
+    samples = {"gpuops": {0: sample(9.0), 1: sample(1.0), 2: sample(5.0), 3: sample(1.5)}}
+    limits = {0: around(1.0, 9.0), 1: around(1.0, 1.0), 2: around(1.0, 2.0), 3: around(1.0, 1.0)}
+
+    figures = save_figures(subject, samples, limits)
+
+    assert figures["quiet_rounds"] == {"quiet": 2, "of": 3}
+    stall = figures["ratios"]["stall over memcpy"]
+    assert (stall["median"], stall["min"], stall["max"], stall["n"]) == (1.25, 1.0, 1.5, 2)
+    assert figures["ratios"]["recoverable over memcpy + hash"]["median"] == 1.25
+    assert figures["ratios"]["durable over write past the cache + fsync"]["median"] == 2.5
+
+
+def test_where_no_round_was_quiet_all_count_and_it_is_said(subject):
+    took = {"gpuops": [9.0, 2.0, 4.0], "memcpy": [1.0, 1.0, 1.0]}
+    figures = restore_figures(took, {at: around(0.5, 1.5) for at in range(3)})
+
+    assert figures["ratios"]["recovery over memcpy"]["median"] == 3.0
+    assert figures["quiet_rounds"] == {"quiet": 0, "of": 2}
+    body = {"plan": {"rounds": 2, "nbytes": 8}, "torch": "2", "goals": [], "did_not_run": {}}
+    output = io.StringIO()
+    print_bench({**body, "recovery": figures}, Console(file=output, width=200))
+    assert "0 of 2 rounds were quiet" in output.getvalue()

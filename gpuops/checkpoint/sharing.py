@@ -140,18 +140,19 @@ def plan_sharing(
         if ranks in sets or (len(set(node_ranks) & set(ranks)) > 1 and len(sets) < SETS_MAX):
             sets.setdefault(ranks, []).append(spec)
     return tuple(
-        _share(shard, ranks, group, sorted(set(node_ranks) & set(ranks)), on_device)
+        share(shard, ranks, group, sorted(set(node_ranks) & set(ranks)), on_device)
         for ranks, group in sorted(sets.items())
     )
 
 
-def _share(
+def share(
     shard: Shard,
     ranks: tuple[int, ...],
     specs: Sequence["TensorSpec"],
     local: Sequence[int],
-    on_device: Collection[str],
+    on_device: Collection[str] = (),
 ) -> SharedTensors:
+    """Return *specs*, which must be equal on *ranks*, as shared by those of *local*."""
     owners = assign_owners([spec.nbytes for spec in specs], local)
     return SharedTensors(
         ranks,

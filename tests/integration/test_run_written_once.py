@@ -1,4 +1,4 @@
-"""Two nodes of two data-parallel ranks each: the directory has once what all ranks hold alike."""
+"""Two nodes whose ranks hold alike what they train: the directory has it once."""
 
 import re
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ STATE_BYTES = 3 * 4 * (64 * WIDTH + WIDTH + 8 * WIDTH + 8)
 MB = 10**6
 
 
-def run_two_nodes(folder, directory):
+def run_two_nodes(folder, directory, kind, nproc):
     """Return the digest of each rank's state at the end, and the tiers that they loaded from."""
     (folder / "r").mkdir(parents=True, mode=0o700)
     flags = (
@@ -21,13 +21,15 @@ def run_two_nodes(folder, directory):
         *(f"--rdzv-endpoint=127.0.0.1:{free_port('127.0.0.1')}", "--health-gate=off"),
     )
     job = (JOBS / "resumes.py", "--diary", folder / "diary", "--steps", 3, "--width", WIDTH)
+    job = (*job, "--kind", kind, "--directory", directory)
     env = {"GPUOPS_STATE": str(folder / "home"), "XDG_RUNTIME_DIR": str(folder / "r")}
     with ExitStack() as stack:
         runs = [
             stack.enter_context(
                 Run(
                     folder / node,
-                    *(*flags, *job, "--directory", directory),
+                    *(*flags, *job),
+                    nproc=nproc,
                     env=env | {"SLURMD_NODENAME": node},
                 )
             )
@@ -39,14 +41,17 @@ def run_two_nodes(folder, directory):
     return dict(re.findall(r"rank (\d) weights (\w+) after", said)), loads
 
 
-def test_the_directory_has_each_byte_once_and_gives_every_rank_its_state(tmp_path):
-    saved, _ = run_two_nodes(tmp_path / "first", tmp_path / "states")
+@pytest.mark.parametrize(
+    ("kind", "nproc"), [("ddp", 2), ("hsdp", 2), pytest.param("ddp", 1, marks=pytest.mark.soak)]
+)
+def test_the_directory_has_each_byte_once_and_gives_every_rank_its_state(tmp_path, kind, nproc):
+    saved, _ = run_two_nodes(tmp_path / "first", tmp_path / "states", kind, nproc)
     files = list((tmp_path / "states").glob("step-000000000003.*/shard-*.safetensors"))
     nbytes = sum(file.stat().st_size for file in files)
 
-    assert len(files) == 4
-    assert STATE_BYTES <= nbytes <= STATE_BYTES + 4 * MB / 4
-    loaded, loads = run_two_nodes(tmp_path / "second", tmp_path / "states")
+    assert len(files) == 2 * nproc
+    assert STATE_BYTES <= nbytes <= STATE_BYTES + len(files) * MB / 4
+    loaded, loads = run_two_nodes(tmp_path / "second", tmp_path / "states", kind, nproc)
     assert {(load["step"], load["tier"]) for load in loads} == {(3, "persistent")}
     assert loaded == saved
-    assert len(set(saved.values())) == len(saved) == 4
+    assert len(set(saved.values())) == len(saved) == 2 * nproc

@@ -36,9 +36,9 @@ class WriteOnce:
 
 
 def is_written_once(own_bytes: float, shared_bytes: int, n_ranks: int) -> bool:
-    """Return whether the nodes write once what all *n_ranks* of a job share.
+    """Return whether the nodes write once what *n_ranks* of a job hold alike.
 
     *own_bytes* is what each rank has for itself. A node that restores reads the whole images of all
-    ranks then.
+    these ranks then.
     """
     return own_bytes * n_ranks <= _OWN_SHARE_MAX * shared_bytes

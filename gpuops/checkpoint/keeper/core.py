@@ -71,7 +71,7 @@ class KeeperCore:
             memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
         )
         self.peers = PeerService(memory, jobs, self.events, clock_s, self._own_shards)
-        self.replica_checker = ReplicaChecker(memory, jobs, self.events, clock_s)
+        self.replica_checker = ReplicaChecker(memory, jobs, self.events, clock_s, self.persister)
         self.restore_finder = RestoreFinder(
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
@@ -231,8 +231,7 @@ class KeeperCore:
         self.n_hashing += 1
         try:
             digest = await JobResult(self.jobs, JobKind.HASH, written.hash)
-            slots = self.memory.written_if_last(written)
-            why = await self.replica_checker.vote(written.state, slots) if slots else ""
+            why = await self.replica_checker.vote(written)
         except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
             self.memory.buffer_table.give_up(written.state)
             rank = rank_info.shard.rank

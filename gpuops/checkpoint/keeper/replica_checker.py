@@ -2,21 +2,18 @@
 
 What the ranks of a node share (`gpuops.checkpoint.sharing`) is compared at each save, before its
 state is complete: of each tensor there is one copy, and the digests that the other ranks wrote.
+Where several nodes persist, so is what each rank copies for itself: they write once what is equal.
 
-Of what each rank copies for itself, the digests are computed after the commit, by one thread of the
-lowest priority that reads the slots in place. Nothing waits for it: a slot that is reused meanwhile
-invalidates the digests. Only a sample of the committed states is checked, so that the thread takes
-`CORE_SHARE` of a core; the sample is a function of the step, so that all nodes choose the same
-states.
+Elsewhere the digests of the latter are computed after the commit, by one thread of the lowest
+priority that reads the slots in place. Nothing waits for it: a slot that is reused meanwhile
+invalidates the digests. Only a sample of the committed states is checked
+(`gpuops.checkpoint.keeper.state_sampler`).
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import xxhash
 
 from gpuops.checkpoint.agreement.replica_check import (
     NAMED_MAX,
@@ -35,55 +32,25 @@ from gpuops.checkpoint.agreement.replicated import format_spans
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.replica_digests import (
     DigestResult,
+    GroupComparison,
+    ShardDigests,
     ShardView,
     TensorGroup,
-    digest_shards,
+    compare_shards,
+    digest_shard,
+    must_equal_others,
     shared_groups,
-    shares,
 )
+from gpuops.checkpoint.keeper.state_sampler import StateSampler
 from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory, WrittenSlot
+from gpuops.checkpoint.memory.state_record import StateRecord
 from gpuops.checkpoint.storage.persist import StateOrigin
+from gpuops.checkpoint.storage.persister import Persister
 from gpuops.checkpoint.types import Shard, StateId
 
-CORE_SHARE = 0.01
-_HALVINGS_MAX = 20
-_SMOOTH = 0.25
 _MISSED_IN_ROW_MAX = 4
 _LAYOUTS_MAX = 64
 _PIN_OWNER = "vote"
-
-
-class StateSampler:
-    """Samples committed states so that comparing them takes *share* of a core.
-
-    One of every 2^j states is chosen, by its number alone: a node with a larger j chooses a subset
-    of the states that the others choose.
-    """
-
-    def __init__(self, share: float = CORE_SHARE) -> None:
-        self._share = share
-        self._every_s: float | None = None
-        self._last_s: float | None = None
-        self._took_s = 0.0
-
-    @property
-    def n_halvings(self) -> int:
-        if not self._took_s or not self._every_s:
-            return 0
-        ratio = self._took_s / (self._share * self._every_s)
-        return min(max(0, math.ceil(math.log2(ratio))), _HALVINGS_MAX)
-
-    def is_sampled(self, state: StateId, now_s: float) -> bool:
-        """Record that *state* was committed; return whether it is to be checked."""
-        if self._last_s is not None:
-            self._every_s = _smooth(self._every_s, max(now_s - self._last_s, 1e-3))
-        self._last_s = now_s
-        name_hash: int = xxhash.xxh3_64_intdigest(state.name.encode())
-        return name_hash & ((1 << self.n_halvings) - 1) == 0
-
-    def record_cost(self, seconds: float) -> None:
-        """Record the cost of one check, in seconds of a core."""
-        self._took_s = _smooth(self._took_s or None, seconds)
 
 
 @dataclass(slots=True)
@@ -110,17 +77,21 @@ class ReplicaChecker:
         jobs: Jobs,
         events: EventQueue,
         clock_s: Callable[[], float],
+        persister: Persister,
         cpu_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._group_digests: dict[bool, tuple[GroupDigest, ...]] = {}  # by whether they are shared
+        self._group_digests: dict[bool, list[GroupDigest]] = {}  # by whether they are shared
         self.notice: str | None = None
         self._memory = memory
         self._jobs = jobs
         self._events = events
         self._clock_s = clock_s
+        self._persister = persister
         self._cpu_s = cpu_s
         self._sampler = StateSampler()
         self._groups: dict[str, tuple[TensorGroup, ...]] = {}
+        self._saved: StateRecord | None = None  # the state that ``_digests`` are of
+        self._digests: dict[Shard, ShardDigests] = {}
         self._histories: dict[str, _GroupHistory] = {}
         self._n_compared = self._n_missed = self._n_missed_in_row = 0
         self._took_s = 0.0
@@ -133,38 +104,52 @@ class ReplicaChecker:
         """Return the newest digests of ranks of which some are on other nodes."""
         return (*self._group_digests.get(True, ()), *self._group_digests.get(False, ()))
 
-    async def vote(self, state: StateId, slots: Sequence[WrittenSlot]) -> str:
-        """Compare what the ranks of this node share in *slots*; return why *state* is void, or "".
+    @property
+    def _compares_all(self) -> bool:
+        """Return whether other nodes persist the same states: then all is compared at each save."""
+        policy, is_alone = self._persister.policy, self._memory.buffer_table.is_single_node
+        return not is_alone and policy is not None and policy.directory is not None
+
+    async def vote(self, written: WrittenSlot) -> str:
+        """Digest what is in a slot; return "", or after the last one of a state why it is void.
 
         Where the state was given up meanwhile, nothing was compared.
 
         Raises:
-            CorruptError: The header of an image is invalid.
+            CorruptError: The header of the image is invalid.
         """
-        views = [ShardView(s.shard, s.layout, s.view, self._groups.get(s.layout)) for s in slots]
-        if not any(map(shares, views)):
-            return ""
-        work = partial(digest_shards, views, self._cpu_s, is_shared=True)
+        state = written.state
         record = self._memory.buffer_table.find(state)
-        done = await JobResult(self._jobs, JobKind.HASH, work)
-        if self._memory.buffer_table.find(state) is not record:
-            return ""  # the slots may have been written since
-        self._local_ranks = frozenset(slot.shard.rank for slot in slots)
-        self._remember(done.layouts)
-        if done.disagreement:
-            return done.disagreement
-        self._record(state, done, is_shared=True)
-        differing = [
-            item.group.names[number] for item in done.comparisons for number in item.differ
-        ]
-        if not differing:
+        done = await self._digest(written)
+        if record is None or self._memory.buffer_table.find(state) is not record:
+            return ""  # the slot may have been written since
+        if self._saved is not record:
+            self._saved, self._digests = record, {}
+        self._digests[written.shard] = done
+        shards = list(self._digests.values())
+        is_last = self._memory.is_last_to_verify(written)
+        if not is_last or not any(each.digests for each in shards):
             return ""
-        here = sorted({rank for it in done.comparisons for by in it.differ.values() for rank in by})
-        what = format_tensors(differing, len(differing))
-        return f"{format_ranks(here)} differ in {what}, which they should hold alike"
+        compared = await JobResult(self._jobs, JobKind.HASH, partial(compare_shards, shards))
+        if self._memory.buffer_table.find(state) is not record:
+            return ""
+        self._local_ranks = frozenset(each.shard.rank for each in shards)
+        self._record(state, compared)
+        return compared.disagreement or _why_void(compared.comparisons)
+
+    async def _digest(self, written: WrittenSlot) -> ShardDigests:
+        view, is_all = self._view(written.shard, written.layout, written.view), self._compares_all
+        if not must_equal_others(view, is_all=is_all):
+            return ShardDigests(view.shard, view.layout, view.groups or (), {}, 0.0)
+        work = partial(digest_shard, view, _is_any if is_all else _is_shared, self._cpu_s)
+        done = await JobResult(self._jobs, JobKind.HASH, work)
+        self._remember({done.layout: done.groups})
+        return done
 
     def on_committed(self, state: StateId) -> None:
         """Have *state* compared, if it is in the sample and there is anything to compare."""
+        if self._compares_all:
+            return
         shards = self._memory.complete_shards(state)
         groups = [self._groups.get(item.copy.layout) for item in shards.values()]
         if not any(known is None or len(shared_groups(known)) < len(known) for known in groups):
@@ -178,13 +163,10 @@ class ReplicaChecker:
         run_task(self._check(state, shards))
 
     async def _check(self, state: StateId, shards: Mapping[Shard, MemoryShard]) -> None:
-        shard_views = [
-            ShardView(shard, it.copy.layout, it.memory.view, self._groups.get(it.copy.layout))
-            for shard, it in shards.items()
-        ]
+        views = [self._view(s, it.copy.layout, it.memory.view) for s, it in shards.items()]
         done, why = None, ""
         try:
-            work = partial(digest_shards, shard_views, self._cpu_s, is_shared=False)
+            work = partial(_compare_unshared, views, self._cpu_s)
             done = await JobResult(self._jobs, JobKind.CHECK_REPLICAS, work)
         except Exception as exc:  # noqa: BLE001 boundary: saving must not depend on it
             why = str(exc)
@@ -193,13 +175,13 @@ class ReplicaChecker:
             self._n_missed += 1
             self._n_missed_in_row += 1
         elif done is None:
-            self._groups |= {view.layout: () for view in shard_views}  # once is enough
+            self._groups |= {view.layout: () for view in views}  # once is enough
             self._events.add("vote_failed", state=state, why=why)
         else:
             self._n_missed_in_row = 0
             self._remember(done.layouts)
             self._sampler.record_cost(done.took_s)
-            self._record(state, done, is_shared=False)
+            self._record(state, done)
         self._memory.buffer_table.unpin(_PIN_OWNER)
 
     def begin(self, origin: StateOrigin, *, has_agent: bool) -> None:
@@ -251,6 +233,9 @@ class ReplicaChecker:
         notice, self.notice = self.notice, None
         return notice
 
+    def _view(self, shard: Shard, layout: str, view: memoryview) -> ShardView:
+        return ShardView(shard, layout, view, self._groups.get(layout))
+
     def _is_unchanged(self, state: StateId, shards: Mapping[Shard, MemoryShard]) -> bool:
         """Return whether the slots cannot have been written since *shards* was read."""
         now = self._memory.complete_shards(state)
@@ -263,25 +248,27 @@ class ReplicaChecker:
         while len(self._groups) > _LAYOUTS_MAX:
             del self._groups[next(iter(self._groups))]
 
-    def _record(self, state: StateId, counted: DigestResult, *, is_shared: bool) -> None:
+    def _record(self, state: StateId, counted: DigestResult) -> None:
         if not counted.comparisons:
             return
         self._n_compared += 1
         self._took_s = counted.took_s
+        found: dict[bool, list[GroupDigest]] = {}
         for item in counted.comparisons:
+            group_digests = found.setdefault(_is_shared(item.group), [])
             if not item.rank_digests:
                 self._compare(state, item.group, item.differ)
-        self._group_digests[is_shared] = tuple(
-            GroupDigest(
-                state=state,
-                key=item.group.key,
-                n_ranks=len(item.group.ranks),
-                n_tensors=len(item.group.names),
-                rank_digests=item.rank_digests,
+                continue
+            group_digests.append(
+                GroupDigest(
+                    state=state,
+                    key=item.group.key,
+                    n_ranks=len(item.group.ranks),
+                    n_tensors=len(item.group.names),
+                    rank_digests=item.rank_digests,
+                )
             )
-            for item in counted.comparisons
-            if item.rank_digests
-        )
+        self._group_digests |= found
 
     def _compare(
         self,
@@ -364,5 +351,24 @@ class ReplicaChecker:
         self._events.add("replicas_alike", state=state, ranks=format_spans(ranks), why=why)
 
 
-def _smooth(before: float | None, now: float) -> float:
-    return now if before is None else (1 - _SMOOTH) * before + _SMOOTH * now
+def _why_void(comparisons: Sequence[GroupComparison]) -> str:
+    """Return which tensors differ of which there is one copy on the node, "" where none do."""
+    shared = [item for item in comparisons if _is_shared(item.group)]
+    differing = [item.group.names[number] for item in shared for number in item.differ]
+    if not differing:
+        return ""
+    here = {rank for it in shared for by_rank in it.differ.values() for rank in by_rank}
+    what = format_tensors(differing, len(differing))
+    return f"{format_ranks(here)} differ in {what}, which they should hold alike"
+
+
+def _is_shared(group: TensorGroup) -> bool:
+    return bool(group.owners)
+
+
+def _is_any(_group: TensorGroup) -> bool:
+    return True
+
+
+def _compare_unshared(views: Sequence[ShardView], cpu_s: Callable[[], float]) -> DigestResult:
+    return compare_shards([digest_shard(it, lambda g: not g.owners, cpu_s) for it in views])

@@ -55,6 +55,17 @@ class ShardView:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardDigests:
+    """The digests of one shard's tensors, by the key of their group; ``took_s``: of a core."""
+
+    shard: Shard
+    layout: str
+    groups: tuple[TensorGroup, ...]
+    digests: Mapping[str, Sequence[bytes]]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupComparison:
     """The digests that this node's ranks of one group have.
 
@@ -80,11 +91,12 @@ class DigestResult:
     disagreement: str = ""
 
 
-def shares(shard_view: ShardView) -> bool:
-    """Return whether tensors of the rank are in the image of another; the header is not read."""
+def must_equal_others(shard_view: ShardView, *, is_all: bool) -> bool:
+    """Return whether there are tensors that ranks of a node share, or with *is_all* any others."""
     if shard_view.groups is not None:
-        return bool(shared_groups(shard_view.groups))
-    return sharing.MARK in _header(shard_view.view)
+        return bool(shard_view.groups if is_all else shared_groups(shard_view.groups))
+    header = _header(shard_view.view)  # the quick way: it is not read
+    return sharing.MARK in header or (is_all and KEY.encode() in header)
 
 
 def shared_groups(groups: Sequence[TensorGroup]) -> list[TensorGroup]:
@@ -92,46 +104,52 @@ def shared_groups(groups: Sequence[TensorGroup]) -> list[TensorGroup]:
     return [group for group in groups if group.owners]
 
 
-def digest_shards(
-    shard_views: Sequence[ShardView], cpu_s: Callable[[], float], *, is_shared: bool
-) -> DigestResult:
-    """Return the comparisons of shared tensors, or of the others; and seconds of a core."""
-    layouts = {
-        shard_view.layout: _groups_of(shard_view.view)
-        if shard_view.groups is None
-        else shard_view.groups
-        for shard_view in shard_views
-    }
+def digest_shard(
+    shard_view: ShardView, wants: Callable[[TensorGroup], bool], cpu_s: Callable[[], float]
+) -> ShardDigests:
+    """Return the digests of the groups that *wants* selects.
+
+    Raises:
+        CorruptError: The header of the image is invalid.
+    """
+    view, groups = shard_view.view, shard_view.groups
+    groups = _groups_of(view) if groups is None else groups
     began_s = cpu_s()
-    if is_shared and (why := _disagreement(shard_views, layouts)):
-        return DigestResult(layouts, (), 0.0, why)
-    sets: dict[str, tuple[TensorGroup, dict[int, list[bytes]]]] = {}
-    for shard_view in shard_views:
-        for group in layouts[shard_view.layout]:
-            if bool(group.owners) == is_shared:
+    found = {group.key: group.digests(view) for group in groups if wants(group)}
+    return ShardDigests(shard_view.shard, shard_view.layout, groups, found, cpu_s() - began_s)
+
+
+def compare_shards(shards: Sequence[ShardDigests]) -> DigestResult:
+    """Return the comparisons of all groups that were digested, and seconds of a core."""
+    layouts = {each.layout: each.groups for each in shards}
+    took_s = sum(each.took_s for each in shards)
+    if why := _disagreement(shards):
+        return DigestResult(layouts, (), took_s, why)
+    sets: dict[str, tuple[TensorGroup, dict[int, Sequence[bytes]]]] = {}
+    for each in shards:
+        for group in each.groups:
+            if group.key in each.digests:
                 by_rank = sets.setdefault(group.key, (group, {}))[1]
-                by_rank[shard_view.shard.rank] = group.digests(shard_view.view)
+                by_rank[each.shard.rank] = each.digests[group.key]
     found = tuple(_compare_local(group, by_rank) for group, by_rank in sets.values())
-    return DigestResult(layouts, found, cpu_s() - began_s)
+    return DigestResult(layouts, found, took_s)
 
 
-def _disagreement(
-    shard_views: Sequence[ShardView], layouts: Mapping[str, Sequence[TensorGroup]]
-) -> str:
+def _disagreement(shards: Sequence[ShardDigests]) -> str:
     """Return why ranks do not share the same tensors in the same way, "" where they do."""
     owners_by_key = {
-        view.shard.rank: {group.key: group.owners for group in shared_groups(layouts[view.layout])}
-        for view in shard_views
+        each.shard.rank: {group.key: group.owners for group in shared_groups(each.groups)}
+        for each in shards
     }
-    for view in shard_views:
-        for group in shared_groups(layouts[view.layout]):
+    for each in shards:
+        for group in shared_groups(each.groups):
             here = [rank for rank in group.ranks if rank in owners_by_key]
             if not set(group.owners) <= set(here):
-                return f"rank {view.shard.rank} shares tensors with ranks of another node"
+                return f"rank {each.shard.rank} shares tensors with ranks of another node"
             for rank in here:
                 if owners_by_key[rank].get(group.key) != group.owners:
                     return (
-                        f"{format_ranks({rank, view.shard.rank})} should hold the same tensors "
+                        f"{format_ranks({rank, each.shard.rank})} should hold the same tensors "
                         f"({format_tensors(group.names, len(group.names))}), and describe them "
                         "with other names, dtypes or shapes"
                     )

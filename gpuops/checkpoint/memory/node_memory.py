@@ -176,22 +176,17 @@ class NodeMemory:
         key = self.buffer_table.mark_written(local_rank, state)
         if key is None:
             return None
-        return self._written_slot(key, state)
-
-    def written_if_last(self, written: WrittenSlot) -> list[WrittenSlot]:
-        """Return all slots of a state of which *written* is the last to be verified, else none."""
-        saved = self.buffer_table.find(written.state)
-        if saved is None:
-            return []
-        waiting = {saved.slots[r] for r in saved.slots if saved.phases[r] is not SlotPhase.VERIFIED}
-        if waiting != {written.key}:
-            return []
-        return [self._written_slot(key, written.state) for key in saved.slots.values()]
-
-    def _written_slot(self, key: SlotKey, state: StateId) -> WrittenSlot:
         pool = self._pools[key.pool]
         view = memoryview(pool.slots[key.index].view)
         return WrittenSlot(key, state, pool.layout, view, pool.shard)
+
+    def is_last_to_verify(self, written: WrittenSlot) -> bool:
+        """Return whether all other slots of the state of *written* are verified."""
+        saved = self.buffer_table.find(written.state)
+        if saved is None:
+            return False
+        waiting = {saved.slots[r] for r in saved.slots if saved.phases[r] is not SlotPhase.VERIFIED}
+        return waiting == {written.key}
 
     def record_digest(self, written: WrittenSlot, digest: Digest) -> bool:
         """Record a slot's digest; return whether that completes its state."""

@@ -1,10 +1,11 @@
 """Images without what another node writes: the nodes of a job write once what they hold alike.
 
-In memory each node has one copy of what its ranks share with those of other nodes. Once the digests
-of all of them were seen to be equal at a state, one node writes each of these tensors of it: the
-others' images on disk name the rank whose image has it (`gpuops.checkpoint.sharing`), as they do
-within a node. That rank has the tensor in its image in memory, too: a node that does not know that
-the digests are equal writes its images as they are, and the others' remain complete.
+In memory each node has one copy of what its ranks hold alike with those of other nodes, be it one
+rank or several that share it. Once the digests of all of them were seen to be equal at a state, one
+node writes each of these tensors of it: the others' images on disk name the rank whose image has it
+(`gpuops.checkpoint.sharing`), as they do within a node. That rank has the tensor in its image in
+memory, too: a node that does not know that the digests are equal writes its images as they are, and
+the others' remain complete.
 """
 
 import contextlib
@@ -20,11 +21,7 @@ from gpuops.checkpoint.image import ImageLayout, PlacedTensor, plan_image, read_
 from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.sharing import (
-    DIGEST_BYTES,
-    SharedTensors,
-    assign_writers,
-)
+from gpuops.checkpoint.sharing import DIGEST_BYTES, SharedTensors, assign_writers, share
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.inspection import LENGTH_BYTES, header_size_bytes
 from gpuops.checkpoint.types import (
@@ -46,27 +43,42 @@ def plan_written_once(
     Raises:
         CheckpointError: The images do not have what this node shares.
     """
-    sizes = {tensor.spec.name: tensor.spec.nbytes for it in layouts for tensor in it.tensors}
-    groups = {each.key: each for it in layouts for each in it.shared if each.key in once.keys}
-    names = {name for each in groups.values() for name in each.names}
-    if not names <= sizes.keys():
+    groups: dict[str, SharedTensors] = {}
+    sizes: dict[str, dict[str, int]] = {}  # two groups may have parts of one tensor
+    for layout in layouts:
+        nbytes = {tensor.spec.name: tensor.spec.nbytes for tensor in layout.tensors}
+        for each in (it for it in _held_alike(layout) if it.key in once.keys):
+            groups[each.key] = each
+            found = {name: nbytes[name] for name in each.names if name in nbytes}
+            sizes.setdefault(each.key, {}).update(found)
+    if any(len(sizes[key]) < len(each.names) for key, each in groups.items()):
         raise CheckpointError("an image lacks what the ranks of its node share")
-    shared_bytes = sum(sizes[name] for name in names)
+    shared_bytes = sum(sum(found.values()) for found in sizes.values())
     own_bytes = sum(layout.nbytes for layout in layouts) - shared_bytes
-    if not is_written_once(own_bytes / len(layouts), shared_bytes, sum(once.node_sizes)):
+    n_ranks = len({rank for each in groups.values() for rank in each.ranks})
+    if not is_written_once(own_bytes / len(layouts), shared_bytes, n_ranks):
         return {}
-    return {
-        key: dict(
-            zip(
-                each.names,
-                assign_writers(
-                    [sizes[name] for name in each.names], once.ranks_by_node(each.ranks)
-                ),
-                strict=True,
-            )
-        )
-        for key, each in groups.items()
-    }
+    return {key: _writers(each, sizes[key], once) for key, each in groups.items()}
+
+
+def _writers(each: SharedTensors, sizes: Mapping[str, int], once: WriteOnce) -> dict[str, int]:
+    ranks_by_node = once.ranks_by_node(each.ranks)
+    writers = assign_writers([sizes[name] for name in each.names], ranks_by_node)
+    return dict(zip(each.names, writers, strict=True))
+
+
+def _held_alike(layout: ImageLayout) -> list[SharedTensors]:
+    """Return what the image has or names that must be equal on several ranks.
+
+    What its rank does not share on its node is as if the rank shared it with itself.
+    """
+    specs = [tensor.spec for tensor in layout.tensors]
+    listed = read_replicated(layout.header, layout.shard, len(specs))
+    alone = (
+        share(layout.shard, each.ranks, [specs[n] for n in each.tensors], [layout.shard.rank])
+        for each in listed
+    )
+    return [*layout.shared, *alone]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +158,8 @@ def _layout_without(
         replicas,
         tuple(
             _written_by(each, writers.get(each.key, {}), layout.shard, root)
-            for each in layout.shared
+            for each in _held_alike(layout)
+            if each.key in writers or each in layout.shared
         ),
     )
 
@@ -172,9 +185,9 @@ def _copy(view: memoryview, old: ImageLayout, target: memoryview, new: ImageLayo
     target[: len(new.header)] = new.header
     for a, b in _pairs(old, new):
         target[b.begin : b.end] = view[a.begin : a.end]
-    assert old.digests is not None
-    assert new.digests is not None
-    known = _stored_digests(view, old, old.digests)
+    if new.digests is None:
+        return  # it names no other rank
+    known = _stored_digests(view, old)
     by_name = {tensor.spec.name: tensor for tensor in old.tensors}
     digests = (
         known[name] if name in known else _hash(view, by_name[name])
@@ -191,11 +204,11 @@ def _check_same(source: memoryview, old: ImageLayout, view: memoryview, new: Ima
         raise CorruptError(f"{new.shard.file_name} was not copied as it was saved")
 
 
-def _stored_digests(
-    view: memoryview, layout: ImageLayout, digests: PlacedTensor
-) -> dict[str, bytes]:
+def _stored_digests(view: memoryview, layout: ImageLayout) -> dict[str, bytes]:
+    if layout.digests is None:
+        return {}
     names = [name for each in layout.shared for name in each.stored_names]
-    begins = range(digests.begin, digests.end, DIGEST_BYTES)
+    begins = range(layout.digests.begin, layout.digests.end, DIGEST_BYTES)
     return {
         name: bytes(view[at : at + DIGEST_BYTES]) for name, at in zip(names, begins, strict=True)
     }

@@ -17,8 +17,8 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.agreement.replicated import ReplicatedTensors, format_spans, read_replicated
 from gpuops.checkpoint.image import TensorSpec, plan_image
-from gpuops.checkpoint.keeper.replica_checker import StateSampler
 from gpuops.checkpoint.keeper.replica_digests import rank_digest_of
+from gpuops.checkpoint.keeper.state_sampler import StateSampler
 from gpuops.checkpoint.types import Shard, StateId
 
 A, B, C, D = b"a", b"b", b"c", b"d"

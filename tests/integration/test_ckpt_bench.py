@@ -141,9 +141,11 @@ def check_flips(tallies):
 
 
 def test_a_part_is_printed_as_a_table(tmp_path):
-    done = bench(tmp_path, *SMALL.split(), "--only", "recovery,peer")
+    done = bench(tmp_path, *SMALL.split(), "--only", "save,recovery,peer")
 
     assert done.returncode == 0, done.stderr
+    heads = next(line for line in done.stdout.splitlines() if line.startswith("┃ save "))
+    assert all(cell.strip() for cell in heads.split("┃")[1:-1]), "a row with more cells than heads"
     assert "memcpy out of another process's memory" in done.stdout
     assert "peer recovery did not run: only tests/benchmarks/bench_checkpoint.py" in done.stdout
 

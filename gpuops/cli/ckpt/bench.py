@@ -59,11 +59,15 @@ def _ms(figures: dict[str, Any]) -> str:
     if figures["median"] is None:
         return "-"
     cold = "-" if figures["first"] is None else f"{figures['first'] * _MS:.0f}"
-    return f"{figures['median'] * _MS:.3g}, {_spread(figures, _MS)} ({cold})"
+    return f"{_short(figures['median'] * _MS)}, {_spread(figures, _MS)} ({cold})"
 
 
 def _spread(figures: dict[str, Any], times: float = 1.0) -> str:
-    return f"{figures['min'] * times:.3g}-{figures['max'] * times:.3g}"
+    return f"{_short(figures['min'] * times)}-{_short(figures['max'] * times)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _noise(row: str, rounds: dict[str, int]) -> str | None:
@@ -87,7 +91,7 @@ def _saves(part: dict[str, Any]) -> Table:
         slower = "-" if loss is None else f"{100 * loss:.1f} %"
         n_rounds = str(way["stall_s"]["n"])
         table.add_row(way["way"], *(_ms(way[field]) for field in _SAVES), slower, n_rounds)
-    table.add_row("hash", "", "", _ms(part["hash"]), "", "", "", str(part["hash"]["n"]))
+    table.add_row("hash", "", _ms(part["hash"]), "", "", "", str(part["hash"]["n"]))
     return table
 
 

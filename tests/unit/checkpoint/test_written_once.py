@@ -1,5 +1,9 @@
 """Two nodes whose ranks hold tensors alike: on disk they are once, where all digests were equal."""
 
+import contextlib
+import os
+import resource
+import signal
 import struct
 
 import pytest
@@ -294,6 +298,43 @@ def test_a_writer_that_is_lost_leaves_no_state_that_could_be_loaded(nodes, tmp_p
     both[1].persist(state)
     both[0].seal(state)
     assert_restored(nodes, state)
+
+
+def persist_and_die(node, state, keys, at_byte):
+    """End this process, as suddenly as by SIGKILL, within the file that the node writes."""
+
+    def limit():  # called before the file is written; the memory of its image is there by now
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, resource.RLIM_INFINITY))
+        return False
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    node.core.persister.is_ending = limit
+    with contextlib.suppress(Exception):
+        node.persist(state, keys)
+    os._exit(0)
+
+
+def test_a_writer_that_is_killed_within_a_file_leaves_nothing_torn_and_the_next_write_mends_it(
+    nodes, tmp_path
+):
+    both, state = saved(nodes, where={"kind": "alone"})
+    keys = equal_keys(both, state)
+    both[1].persist(state, keys)
+    for at_byte in (1, 4096, 200_000):
+        writer = os.fork()
+        if not writer:
+            persist_and_die(both[0], state, keys, at_byte)
+        assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGXFSZ
+        assert at_byte in [path.stat().st_size for path in (tmp_path / "states").rglob("*")]
+        both[1].seal(state)
+        assert not (tmp_path / "states" / state.name).exists()
+    both[0].persist(state, keys)
+    both[1].seal(state)
+
+    assert nbytes(tmp_path / "states", state) <= 1.05 * SHARED_BYTES
+    assert verify_state(open_store(str(tmp_path / "states")), state) == []
+    assert_restored(nodes, state, "alone")
 
 
 def test_a_state_of_another_generation_is_written_as_it_is(nodes, tmp_path):

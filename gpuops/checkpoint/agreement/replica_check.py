@@ -227,7 +227,8 @@ def format_tensors(tensors: Sequence[str], n_tensors: int) -> str:
     return shown if more <= 0 else f"{shown} and {more} more"
 
 
-RANK_DIGESTS_MAX = 8  # of one node, in one heartbeat: about 100 bytes each
+# Of one node, in one heartbeat: about 100 bytes each. With HSDP each rank of a node has its own.
+RANK_DIGESTS_MAX = 20
 RANKS_MAX = 64
 _SPANS: Any = Annotated[tuple[Annotated[int, Limit(WORLD_MAX)], ...], Limit(2 * RANKS_MAX)]
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from gpuops.checkpoint.types import WORLD_MAX
 from gpuops.wire.messages import Limit
 
-KEYS_MAX = 64  # groups that the nodes write once; of further ones each node writes its own copy
+KEYS_MAX = 256  # groups that the nodes write once; of further ones each node writes its own copy
 GroupKeys = Annotated[tuple[Annotated[str, Limit(16, low=16)], ...], Limit(KEYS_MAX)]
 _NODES_MAX = 8192
 _OWN_SHARE_MAX = 0.1

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_transfer
 import checkpoint_peers
+from checkpoint_plan import ROWS, PeerBenchPlan
 from checkpoint_rows import run_bench
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,7 @@ from gpuops.cli.ckpt.bench import print_bench
 from gpuops.model import envelope
 from gpuops.units import parse_bytes, parse_seconds
 from gpuops.worker.bench.figures import summarize
-from gpuops.worker.bench.savers import ROWS, SCHEMA, BenchPlan
+from gpuops.worker.bench.savers import SCHEMA
 
 CONNECTIONS = 4
 
@@ -94,7 +95,7 @@ def main():
     """Measure, print the tables, write the figures."""
     args = options()
     logging.disable(logging.INFO)  # a peer tells of each save
-    plan = BenchPlan(
+    plan = PeerBenchPlan(
         nbytes=parse_bytes(args.size),
         n_tensors=args.tensors,
         small_tensors=args.small_tensors,
@@ -126,6 +127,8 @@ def main():
         console.print(flips_table(found["flips"]))
     if "odds" in found:
         console.print(odds_table(found["odds"]))
+    for name, why in found["did_not_run"].items():
+        console.print(f"{name} did not run: {why}", soft_wrap=True)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import checkpoint_victim
 import torch
+from checkpoint_plan import PeerBenchPlan
 from checkpoint_torch import state_dict_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -29,7 +30,6 @@ from gpuops.worker.bench.savers import (
     GPUOPS,
     BenchError,
     BenchJob,
-    BenchPlan,
     copy_into,
     start_keeper,
 )
@@ -128,7 +128,7 @@ def kill_and_restore(worker: KilledWorker, results: KillResults, rng: random.Ran
 
 def recovery_rows(
     sidecar: Sidecar,
-    plan: BenchPlan,
+    plan: PeerBenchPlan,
     folder: Path,
     rng: random.Random,
     on_message: Callable[[str], None],
@@ -191,7 +191,7 @@ def _tensors_of(found: dict[str, Any]) -> list[torch.Tensor]:
 
 def kill_rows(
     sidecar: Sidecar,
-    plan: BenchPlan,
+    plan: PeerBenchPlan,
     folder: Path,
     rng: random.Random,
     on_message: Callable[[str], None],

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_flips import flip_rows
 from checkpoint_goals import goals
+from checkpoint_plan import ROWS, PeerBenchPlan
 from checkpoint_recovery import KillResults, kill_rows, recovery_rows, victim_sidecar
 from checkpoint_rounds import BenchRounds
 from checkpoint_torch import (
@@ -39,10 +40,8 @@ from gpuops.worker.bench.run import SaveLimits, new_folder, small_plan
 from gpuops.worker.bench.savers import (
     GPUOPS,
     RAW,
-    ROWS,
     BenchError,
     BenchJob,
-    BenchPlan,
     BenchSaver,
     GpuopsSaver,
 )
@@ -57,7 +56,7 @@ SHORT_ROUNDS = 4  # the cold one included
 
 
 def run_bench(
-    plan: BenchPlan,
+    plan: PeerBenchPlan,
     parent: Path,
     on_message: OnMessage,
     *,
@@ -110,7 +109,7 @@ def _with_goals(found: dict[str, Any], missing: dict[str, str]) -> dict[str, Any
 class _RowRunner:
     """What measures a row; it returns figures, and what did not run and why."""
 
-    plan: BenchPlan
+    plan: PeerBenchPlan
     folder: Path
     rng: random.Random
     on_message: OnMessage
@@ -154,7 +153,7 @@ def _join_alone(folder: Path, stack: ExitStack) -> None:
 
 
 def _save_rows(
-    plan: BenchPlan,
+    plan: PeerBenchPlan,
     folder: Path,
     on_message: OnMessage,
     extra_savers: ExtraSavers | None,

@@ -48,11 +48,6 @@ def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
     for name in ("save", "recovery"):
         if name in body and (noise := _noise(name, body[name]["quiet_rounds"])):
             console.print(noise, soft_wrap=True)
-    missing: dict[str, list[str]] = {}
-    for what, why in body["did_not_run"].items():
-        missing.setdefault(why, []).append(what)
-    for why, names in missing.items():
-        console.print(f"{', '.join(names)} did not run: {why}", soft_wrap=True)
 
 
 def _ms(figures: dict[str, Any]) -> str:
@@ -174,31 +169,9 @@ def _parse_step_time(text: str) -> float:
     help="Of the concurrent training; thirty such steps come before each save.",
 )
 @click.option(
-    "--kills",
-    type=click.IntRange(0, 100_000),
-    default=200,
-    show_default=True,
-    help="No effect: only the benchmark of the source tree measures kills.",
-)
-@click.option(
-    "--flips",
-    type=click.IntRange(3, 1_000_000),
-    default=1000,
-    show_default=True,
-    help="No effect: only the benchmark of the source tree measures flips.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="No effect: only the benchmark of the source tree draws kills and flips.",
-)
-@click.option(
     "--only",
     metavar="ROW[,…]",
-    help="Some of: save, small, recovery, and, only in the source tree's benchmark, "
-    "kills, flips, odds, peer.",
+    help="Some of: save, small, recovery.",
 )
 @click.option(
     "--dir",
@@ -215,9 +188,6 @@ def bench(
     small_tensors: int,
     rounds: int,
     step: float,
-    kills: int,
-    flips: int,
-    seed: int,
     only: str | None,
     directory: Path,
     as_json: bool,
@@ -237,9 +207,6 @@ def bench(
         small_tensors=small_tensors,
         rounds=rounds,
         step_s=step,
-        kills=kills,
-        flips=flips,
-        seed=seed,
         only=chosen,
     )
     with needs_extra("gpuops ckpt bench"), exit_on_ctrl_c():

@@ -23,7 +23,6 @@ from gpuops.worker.bench.savers import (
     HEAD_BYTES,
     MEMCPY,
     RAW_DIRECT,
-    SOURCE_TREE_ROWS,
     BenchError,
     BenchJob,
     BenchPlan,
@@ -42,7 +41,6 @@ OnMessage = Callable[[str], None]
 SAVE_TIMEOUT_S = 600.0
 FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped meanwhile
 _POLL_S = 0.02
-_ELSEWHERE = "only tests/benchmarks/bench_checkpoint.py of the source tree measures this"
 
 
 def run_bench(plan: BenchPlan, parent: Path, on_message: OnMessage) -> dict[str, Any]:
@@ -62,14 +60,7 @@ def run_bench(plan: BenchPlan, parent: Path, on_message: OnMessage) -> dict[str,
             found["small"] = _save_row(small_plan(plan), folder / "small", on_message)
         if "recovery" in plan.only:
             found["recovery"] = _recovery_row(plan, folder / "recovery", on_message)
-    elsewhere = [row for row in SOURCE_TREE_ROWS if row in plan.only]
-    names = ["peer recovery" if row == "peer" else row for row in elsewhere]
-    return {
-        **found,
-        **dict.fromkeys(elsewhere),
-        "goals": limit_goals(found),
-        "did_not_run": dict.fromkeys(names, _ELSEWHERE),
-    }
+    return {**found, "goals": limit_goals(found)}
 
 
 @contextmanager
@@ -236,10 +227,7 @@ def _recovery_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[
         saver.checkpointer.close()
         ours = {GPUOPS: lambda: restore(job, saver.socket_path)[1]}
         with restore_limits(job) as limits:
-            return {
-                **measure_restores({**limits, **ours}, plan.rounds, on_message),
-                "kills": None,
-            }
+            return measure_restores({**limits, **ours}, plan.rounds, on_message)
     finally:
         saver.close()
 

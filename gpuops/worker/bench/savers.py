@@ -88,17 +88,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 SCHEMA = "gpuops.checkpoint-bench/1"
-ROWS = ("save", "small", "recovery", "kills", "flips", "odds", "peer")
-# Those that test gpuops itself, or measure others: they do not describe this machine.
-SOURCE_TREE_ROWS = ("kills", "flips", "odds", "peer")
+ROWS = ("save", "small", "recovery")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
     """The plan of the measurements; ``only`` are names of `ROWS`. Each row has one more cold round.
 
-    ``n_beside``: steps before and after a save that it is compared with. ``is_brief``: in the
-    benchmark of the source tree, long ways alternate between rounds.
+    ``n_beside``: steps before and after a save that it is compared with.
     """
 
     nbytes: int = 2 * 10**9
@@ -108,14 +105,7 @@ class BenchPlan:
     rounds: int = 7
     step_s: float = 0.01
     n_beside: int = 30
-    kills: int = 200
-    kill_nbytes: int = 64 * 10**6
-    kill_tensors: int = 100
-    flips: int = 1000
-    flip_nbytes: int = 2 * 10**6
-    seed: int = 0
     only: tuple[str, ...] = ROWS
-    is_brief: bool = False
 
 
 MEMCPY, RAW, RAW_DIRECT = "memcpy", "write + fsync", "write past the cache + fsync"

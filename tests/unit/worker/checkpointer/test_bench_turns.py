@@ -159,7 +159,7 @@ def test_where_no_round_was_quiet_all_count_and_it_is_said(subject):
 
     assert figures["ratios"]["recovery over memcpy"]["median"] == 3.0
     assert figures["quiet_rounds"] == {"quiet": 0, "of": 2}
-    body = {"plan": {"rounds": 2, "nbytes": 8}, "torch": "2", "goals": [], "did_not_run": {}}
+    body = {"plan": {"rounds": 2, "nbytes": 8}, "torch": "2", "goals": []}
     output = io.StringIO()
     print_bench({**body, "recovery": figures}, Console(file=output, width=200))
     assert "0 of 2 rounds were quiet" in output.getvalue()

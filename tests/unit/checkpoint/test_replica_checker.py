@@ -18,7 +18,7 @@ from gpuops.checkpoint.agreement.replica_check import (
 )
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.jobs import JobKind
-from gpuops.checkpoint.keeper.messages import Lease, MessageError
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, MessageError
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests
 from gpuops.checkpoint.types import Shard, StateId
 
@@ -58,7 +58,7 @@ class Node:
                 keeper.restore_point(1.0)
             self.ranks.append((keeper, layout, keeper.reserve(layout, slots=2)))
         if self.world != self.n:
-            self.node.core.restore_from(None, 1)
+            self.node.core.restore_from(None, 1 + generation)
             self.ranks[0][0].restore_point(1.0)
 
     def save(self, step, wrong=None):
@@ -264,6 +264,7 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
     for node, wrong in ((here, ()), (there, [(1, "b.weight")])):
         node.save(1, wrong)
         (state,) = node.node.core.memory.complete_states()
+        assert node.node.core.progress().group_digests == ()  # nothing is written: no hurry
         node.node.core.commit(state, persist=False)
         node.node.jobs.run_callbacks()
 
@@ -276,6 +277,27 @@ def test_ranks_of_other_nodes_are_compared_by_sketches(nodes):
     number = only_difference(mine.rank_digests[0], theirs.rank_digests[3], mine.n_tensors)
     assert TRAINED[number] == "b.weight"
     assert here.told() == there.told() == []
+
+
+def test_where_nodes_persist_all_is_compared_at_each_save_and_a_difference_keeps_no_state_back(
+    nodes, tmp_path
+):
+    node = nodes(2, world=4)
+    node.ranks[0][0].set_policy(CheckpointPolicy(directory=str(tmp_path)))
+    node.save(1, [(1, "a.weight")])
+    progress = node.node.core.progress()
+    (found,) = progress.group_digests
+
+    assert progress.whole == (found.state,)
+    assert found.rank_digests.keys() == {0, 1}
+    assert found.rank_digests[0] != found.rank_digests[1]
+    node.node.kill()
+    node.node.core.begin_generation(1, 2, None, "job")
+    node.first = 2
+    node.start(generation=1)
+    node.save(2)
+    (found,) = node.node.core.progress().group_digests
+    assert found.rank_digests.keys() == {2, 3}
 
 
 def asked(node, told):

@@ -304,7 +304,8 @@ def persist_and_die(node, state, keys, at_byte):
     """End this process, as suddenly as by SIGKILL, within the file that the node writes."""
 
     def limit():  # called before the file is written; the memory of its image is there by now
-        resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, resource.RLIM_INFINITY))
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at_byte, most))
         return False
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,5 +1,6 @@
 """Every test starts without the user's gpuops settings and writes below its own directory."""
 
+import gc
 import importlib
 import os
 import resource
@@ -8,6 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+# Else the collector goes through the modules of all tests again and again: a third of their import.
+gc.set_threshold(50_000, 20, 50)
 
 # A failure in a helper says why, too.
 pytest.register_assert_rewrite("support")
@@ -54,6 +58,11 @@ def pytest_collection_modifyitems(items):
     if n_workers > 1:
         paths = [item.nodeid.partition("::")[0] for item in items]
         items[:] = [items[index] for index in spread(paths, n_workers)]
+
+
+def pytest_collection_finish():
+    """Have the collector leave alone what was imported: it stays until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

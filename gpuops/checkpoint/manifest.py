@@ -218,6 +218,11 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
     }
 
 
+def verified_file_name(shard: Shard) -> str:
+    """Return the name of the empty file next to *shard* once it was read back from the disk."""
+    return f"{shard.file_name}.verified"
+
+
 def record_file_name(shard: Shard) -> str:
     """Return the name of the file in which a node of a session records *shard*."""
     return f"{shard.file_name}.record.json"

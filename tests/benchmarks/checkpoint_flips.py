@@ -138,6 +138,13 @@ class _HeldImage:
         wait_until(lambda: link.stats()["persisted"], _DEADLINE_S, "the state on disk")
         link.close()
         keeper.close()
+        # It is read back once, before the flips: what is damaged by then is removed.
+        store = open_store(str(self.directory))
+        wait_until(
+            lambda: all(stored.is_verified for stored in store.list_states()),
+            _DEADLINE_S,
+            "the state read back",
+        )
 
     def offers_memory_copy(self) -> bool:
         """Say whether the keeper offers the copy in memory; it looks anew for each worker."""

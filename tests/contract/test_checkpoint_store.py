@@ -513,6 +513,14 @@ def test_pruning_keeps_what_it_must(store, pair):
     assert all(is_good(store, state) for state in states(store))
 
 
+def test_an_object_store_reads_nothing_back(store, kind, pair):
+    persist(store, STATE, pair, origin=ORIGIN)
+
+    is_read = {store.read_back(record, STATE) for record in store.read_manifest(STATE).shards}
+
+    assert is_read == {isinstance(kind, Directory)}
+
+
 def test_the_manifest_is_complete_without_the_store(store, kind, pair):
     persist(store, STATE, pair, origin=ORIGIN)
 

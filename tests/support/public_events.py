@@ -35,7 +35,7 @@ KEEPER = {
     "n": 2,
 }
 COUNTED = ("committed", "skipped", "given_up", "replicated")
-SINGLE = ("restored", "persisted", "persist_failed", "corrupt", "replicas_differ")
+SINGLE = ("restored", "persisted", "read_back", "persist_failed", "corrupt", "replicas_differ")
 
 
 def findings():

@@ -439,5 +439,5 @@ class KeeperCore:
             self.restore_finder.search_if_ready(
                 self.group, self.instructions, policy.directory if policy else None
             )
-        self.persister.persist_if_due()
+        self.persister.tick()
         self.peers.tick()

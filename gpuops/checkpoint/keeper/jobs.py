@@ -133,6 +133,7 @@ class JobKind(StrEnum):
     POPULATE = "populate"  # allocate memory
     SEARCH = "search"  # read a directory, which may block for long: one at a time
     PERSIST = "persist"  # write to a directory, at idle priority: one at a time
+    READ_BACK = "read_back"  # verify what was written, at idle priority: one at a time
     CHECK_REPLICAS = "check_replicas"  # read memory, at idle priority: one at a time
     PUSH = "push"  # send to another node, below the training's priority: `PUSHES_MAX` at a time
     FETCH = "fetch"  # get from another node what ranks wait for: a few at a time
@@ -207,6 +208,7 @@ class Jobs:
             JobKind.POPULATE: _pool(n_populate, "populate", NICE_POPULATE),
             JobKind.SEARCH: _pool(1, "search", 0),
             JobKind.PERSIST: _pool(1, "persist", NICE_PERSIST, is_idle=True),
+            JobKind.READ_BACK: _pool(1, "read-back", NICE_PERSIST, is_idle=True),
             JobKind.CHECK_REPLICAS: _pool(1, "check", NICE_CHECK_REPLICAS),
             JobKind.PUSH: _pool(PUSHES_MAX, "push", NICE_PUSH),
             JobKind.FETCH: _pool(_FETCH_THREADS, "fetch", 0),

@@ -34,11 +34,15 @@ def unthrottled(_nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """A state with a valid manifest. ``tags`` pin it: it is not deleted while it has one."""
+    """A state with a valid manifest. ``tags`` pin it: it is not deleted while it has one.
+
+    ``is_verified``: all its shards were read back from the disk, and were what was saved.
+    """
 
     state: StateId
     manifest: Manifest
     tags: tuple[str, ...] = ()
+    is_verified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,19 @@ class CheckpointStore(Protocol):
         Raises:
             CorruptError: The bytes are not those that were saved; *into* is worthless.
             CheckpointError: They cannot be read.
+        """
+        ...
+
+    def read_back(
+        self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
+    ) -> bool:
+        """Read a shard from the disk and record that it is intact; False: nothing was read.
+
+        Object stores verify what they are sent, and keep it so.
+
+        Raises:
+            CorruptError: It is not what was saved.
+            CheckpointError: It cannot be read, or the result not be recorded.
         """
         ...
 

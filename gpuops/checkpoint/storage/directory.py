@@ -22,9 +22,17 @@ from gpuops.checkpoint.manifest import (
     Manifest,
     ShardRecord,
     parse_manifest,
+    verified_file_name,
 )
 from gpuops.checkpoint.pieces import pieces_file_name
-from gpuops.checkpoint.storage.api import DamagedState, NoStateError, StoredState, StoreScan
+from gpuops.checkpoint.storage.api import (
+    DamagedState,
+    NoStateError,
+    StoredState,
+    StoreScan,
+    Throttle,
+    unthrottled,
+)
 from gpuops.checkpoint.storage.directory_files import (
     PINS,
     PINS_UNREADABLE,
@@ -56,7 +64,7 @@ from gpuops.checkpoint.storage.directory_writer import (
     DirectoryWriter,
     contains_state,
 )
-from gpuops.checkpoint.storage.image_file import image_chunks, read_image
+from gpuops.checkpoint.storage.image_file import image_chunks, read_image, verify_on_disk
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
 
 ABANDONED_S = 86_400
@@ -209,7 +217,8 @@ class DirectoryStore:
                 except CheckpointError as exc:
                     damaged.append(DamagedState(name, str(exc), isinstance(exc, CorruptError)))
                 else:
-                    states.append(StoredState(state, manifest, pins(state)))
+                    is_verified = _is_verified(manifest, root)
+                    states.append(StoredState(state, manifest, pins(state), is_verified))
         states.sort(key=lambda stored: stored.state, reverse=True)
         return StoreScan(tuple(states), tuple(damaged), tuple(leftovers))
 
@@ -280,6 +289,24 @@ class DirectoryStore:
                 raise CorruptError(f"{path}: {exc}") from exc
             finally:
                 close_quietly(fd)
+
+    def read_back(
+        self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
+    ) -> bool:
+        name, verified = record.shard.file_name, verified_file_name(record.shard)
+        with self._open_state(state, name) as folder:
+            if verified in list_names(folder):
+                return True
+            fd = open_regular_file(name, folder)
+            try:
+                verify_on_disk(fd, record.digest, throttle=throttle)
+            except CorruptError as exc:
+                raise CorruptError(f"{self._root / state.name / name}: {exc}") from exc
+            finally:
+                close_quietly(fd)
+            write_synced(verified, b"", folder)
+            os.fsync(folder)
+        return True
 
     def delete(self, state: StateId) -> None:
         with self._open_root("remove a state from") as root:
@@ -360,6 +387,16 @@ def _read_manifest(root: int, path: Path, state: StateId) -> Manifest:
     if manifest.state != state:
         raise CorruptError(f"{where} is of {manifest.state}")
     return manifest
+
+
+def _is_verified(manifest: Manifest, root: int) -> bool:
+    """Return whether each shard was read back."""
+    try:
+        with open_directory(manifest.state.name, dir_fd=root) as folder:
+            names = set(list_names(folder))
+    except OSError:  # it is removed just now
+        return False
+    return all(verified_file_name(record.shard) in names for record in manifest.shards)
 
 
 def _read_pins(root: int) -> Callable[[StateId], tuple[str, ...]]:

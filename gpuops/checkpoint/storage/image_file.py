@@ -137,6 +137,40 @@ def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
                 raise CorruptError(f"the chunk at byte {at} is not what was saved")
 
 
+def verify_on_disk(fd: int, digest: Digest, *, throttle: Throttle = unthrottled) -> None:
+    """Read the image in the file *fd* past the page cache, where the file system supports that.
+
+    Raises:
+        CorruptError: With the offset of the first chunk that is not what was saved.
+        OSError: It cannot be read.
+    """
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes != digest.nbytes:
+        raise CorruptError(f"it has {size_bytes} bytes, {digest.nbytes} were saved")
+    is_direct = _set_direct(fd, is_on=True)
+    buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # begins at a page, as O_DIRECT needs
+    for number, at in enumerate(range(0, size_bytes, CHUNK_BYTES)):
+        chunk = buffer[: min(CHUNK_BYTES, size_bytes - at)]
+        throttle(len(chunk))
+        if is_direct and not _read_direct(fd, buffer, len(chunk), at):
+            is_direct = _set_direct(fd, is_on=False)
+        if not is_direct:
+            os.posix_fadvise(fd, at, len(chunk), os.POSIX_FADV_DONTNEED)
+            _read_all(fd, chunk, at)
+        if not is_chunk_intact(chunk, digest, number):
+            raise CorruptError(f"the chunk at byte {at} is not what was saved")
+
+
+def _read_direct(fd: int, buffer: memoryview, nbytes: int, at: int) -> bool:
+    """Read whole blocks; return whether *buffer* has all *nbytes* from *at* on."""
+    try:
+        return os.preadv(fd, [buffer], at) >= nbytes
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return False
+
+
 def image_fd(source: ImageSource) -> int:
     """Return the descriptor of *source*.
 

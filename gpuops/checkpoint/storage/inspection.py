@@ -18,7 +18,7 @@ from gpuops.checkpoint.image import (
     parse_metadata_blob,
     read_layout,
 )
-from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord
+from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, verified_file_name
 from gpuops.checkpoint.pieces import encode_block, pieces_file_name
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
@@ -304,7 +304,11 @@ def verify_state(
         return [FileProblem(MANIFEST, FileProblemKind.MANIFEST, str(exc))]
     sizes = store.file_sizes(state)
     shards = [record.shard for record in manifest.shards]
-    expected = {name for s in shards for name in (s.file_name, pieces_file_name(s))}
+    expected = {
+        name
+        for shard in shards
+        for name in (shard.file_name, pieces_file_name(shard), verified_file_name(shard))
+    }
     problems = _unexpected_files(sizes, expected)
     done_bytes = 0
     for record in manifest.shards:

@@ -377,6 +377,12 @@ class ObjectStore:
                 for fetch in fetches:
                     fetch.cancel()
 
+    def read_back(
+        self, _record: ShardRecord, _state: StateId, *, throttle: Throttle = unthrottled
+    ) -> bool:
+        throttle(0)
+        return False
+
     def delete(self, state: StateId) -> None:
         if tags := self._read_pins().get(state):
             raise CheckpointError(f"{state} in {self.address} is pinned by {', '.join(tags)}")

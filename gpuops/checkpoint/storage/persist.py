@@ -340,11 +340,15 @@ def prune(
 ) -> list[RetentionDecision]:
     """Remove from *store* what `states_to_delete` returns, oldest first; return what was removed.
 
+    States that were read back are verified; *verified* count where there are none.
+
     Raises:
         CheckpointError: One could not be removed; those before it were.
     """
     removed = []
-    for decision in states_to_delete(store.list_states(), retention, verified):
+    states = store.list_states()
+    read_back = {stored.state for stored in states if stored.is_verified}
+    for decision in states_to_delete(states, retention, read_back or verified):
         store.delete(decision.state)
         removed.append(decision)
     return removed

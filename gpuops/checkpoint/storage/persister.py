@@ -16,20 +16,18 @@ from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
     PersistResult,
-    RetentionPolicy,
     ShardInMemory,
     StateOrigin,
     commit_node_shards,
     persist,
     persist_node_shards,
-    prune,
 )
+from gpuops.checkpoint.storage.persist_schedule import PersistSchedule
+from gpuops.checkpoint.storage.read_back import ReadBack, ReadBackTask, prune_old
 from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.storage.written_once import plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
-BACKOFF_MIN_S = 5.0
-BACKOFF_MAX_S = 1800.0
 COMMIT_AGAIN_S = 0.5
 
 OpenStore = Callable[[str], CheckpointStore]
@@ -109,7 +107,7 @@ def run_persist(
         written = _persist_part(task, write, check_fits)
         return PersistOutcome(written, is_complete=False, warning=warning)
     persisted = persist(store, task.state, task.sources, origin=task.origin, throttle=throttle)
-    pruned, why = _prune_old(store, task.policy, task.state)
+    pruned, why = prune_old(store, task.policy, task.state)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
 
 
@@ -149,82 +147,9 @@ def run_commit(
             f"{task.state} cannot be committed in {store.address}: not all of its {task.world} "
             "shards are there"
         )
-    pruned, warning = _prune_old(store, task.policy, task.state)
+    pruned, warning = prune_old(store, task.policy, task.state)
     persisted = PersistResult(task.state, clock_s() - began_s, 0)
     return PersistOutcome(persisted, has_written_shards=False, pruned=pruned, warning=warning)
-
-
-def _prune_old(
-    store: CheckpointStore, policy: CheckpointPolicy, state: StateId
-) -> tuple[tuple[StateId, ...], str]:
-    """Apply retention; return what was removed, and the problem if any."""
-    retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
-    try:
-        return tuple(decision.state for decision in prune(store, retention, {state})), ""
-    except CheckpointError as exc:
-        return (), str(exc)
-
-
-@dataclass(slots=True)
-class PersistSchedule:
-    """Decides whether to persist the newest state now. Seconds are of a monotonic clock."""
-
-    last_persisted: StateId | None = None  # the newest that is persisted
-    in_progress: StateId | None = None
-    failures: int = field(default=0)
-    _started_s: float | None = None
-    _not_before_s: float = 0.0
-
-    def is_due(self, newest: StateId | None, policy: CheckpointPolicy | None, now_s: float) -> bool:
-        """Return whether policy requires persisting *newest*."""
-        if policy is None or policy.persist_every_s is None or not self.can_persist(newest, policy):
-            return False
-        since_s = None if self._started_s is None else now_s - self._started_s
-        is_time = since_s is None or since_s >= policy.persist_every_s
-        return is_time and now_s >= self._not_before_s
-
-    def can_persist(self, newest: StateId | None, policy: CheckpointPolicy | None) -> bool:
-        """Return whether there is a new state and a directory, and no write is in progress."""
-        if newest is None or policy is None or policy.directory is None:
-            return False
-        return self.in_progress is None and not self.has_persisted(newest)
-
-    def has_persisted(self, state: StateId) -> bool:
-        """Return whether *state*, or a newer one, is persisted."""
-        return self.last_persisted is not None and self.last_persisted >= state
-
-    def on_start(self, state: StateId, now_s: float) -> None:
-        self.in_progress = state
-        self._started_s = now_s
-
-    def on_success(self, state: StateId) -> None:
-        self.in_progress = None
-        self.failures = 0
-        self._not_before_s = 0.0
-        self.last_persisted = (
-            state if self.last_persisted is None else max(self.last_persisted, state)
-        )
-
-    def on_failure(self, now_s: float) -> float:
-        """Record a failure; return the seconds until the next try."""
-        self.in_progress = None
-        self._started_s = None
-        self.failures += 1
-        wait_s = min(BACKOFF_MIN_S * 2.0 ** min(self.failures - 1, 20), BACKOFF_MAX_S)
-        self._not_before_s = now_s + wait_s
-        return wait_s
-
-    def rewind(self, state: StateId | None) -> None:
-        """Drop states newer than the one that the job resumes from."""
-        if self.last_persisted is not None and (state is None or self.last_persisted > state):
-            self.last_persisted = None
-
-    def reset(self) -> None:
-        """Start over: no state of this job is known to be in the directory."""
-        self.last_persisted = None
-        self.failures = 0
-        self._started_s = None
-        self._not_before_s = 0.0
 
 
 _PIN = "persist"
@@ -264,6 +189,17 @@ class Persister:
     _committing: StateId | None = None
     _commit_again_s: float = 0.0
     _is_reported: bool = False
+    read_back: ReadBack = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read_back = ReadBack(
+            self.jobs,
+            self.events,
+            self.clock_s,
+            self.open_store,
+            self.is_ending,
+            self._on_damaged,
+        )
 
     @property
     def last_persisted(self) -> StateId | None:
@@ -327,6 +263,11 @@ class Persister:
             self.memory.buffer_table.last_committed, self.policy, self.clock_s()
         )
 
+    def tick(self) -> None:
+        """Begin what is due: to persist the newest state, or to read one back."""
+        self.persist_if_due()
+        self.read_back.tick()
+
     def persist_if_due(self) -> None:
         """Begin to persist the newest state where the policy or a flush requires it."""
         table = self.memory.buffer_table
@@ -375,7 +316,14 @@ class Persister:
             self._on_failure(task.state, why)
         else:
             self._on_success(outcome, task.policy)
+            shards = task.shards.keys()
+            is_alone = task.session is None
+            self.read_back.request(ReadBackTask(task.state, shards, task.policy, is_alone))
         self.persist_if_due()
+
+    def _on_damaged(self, state: StateId) -> None:
+        if self.memory.buffer_table.is_single_node:
+            self.schedule.on_damaged(state)
 
     def _should_stop(self) -> bool:
         """Return whether to stop; called for each piece written, which counts progress."""

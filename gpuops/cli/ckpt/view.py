@@ -19,7 +19,10 @@ from gpuops.units import US_PER_S, format_bytes, format_seconds
 LIST_COLUMNS = ("step", "epoch", "age", "world", "size", "files", "pinned", "name")
 WIDTH_UNLIMITED = 10_000  # names are not truncated, so that they can be copied
 TENSORS_SHOWN = 40
-SIZES_ONLY = "sizes ok: every file exists with its size; `gpuops ckpt verify` checks the content"
+SIZES_ONLY = (
+    "sizes ok: every file exists with its size; verified: it was also read back from the disk;\n"
+    "`gpuops ckpt verify` checks the content now"
+)
 SHARDS_SHOWN = 16
 
 
@@ -35,6 +38,7 @@ def _stored_json(store: CheckpointStore, stored: StoredState) -> Json:
         "size_bytes": manifest.nbytes,
         "pins": list(stored.tags),
         "complete": not problems,
+        "verified": stored.is_verified and not problems,
         "problems": [str(problem) for problem in problems],
         "job": manifest.job,
         "generation": manifest.generation,
@@ -87,10 +91,16 @@ def _row(stored: StoredState, *, is_complete: bool) -> tuple[str, ...]:
         _age(manifest.created_s),
         str(manifest.world),
         format_bytes(manifest.nbytes),
-        "sizes ok" if is_complete else "DAMAGED",
+        _files_word(stored, is_complete=is_complete),
         ", ".join(stored.tags) or "-",
         stored.state.name,
     )
+
+
+def _files_word(stored: StoredState, *, is_complete: bool) -> str:
+    if not is_complete:
+        return "DAMAGED"
+    return "verified" if stored.is_verified else "sizes ok"
 
 
 def _age(created_s: int) -> str:

@@ -38,10 +38,12 @@ from gpuops.checkpoint.storage.directory_files import (
 )
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.storage.persist import (
+    RetentionPolicy,
     StateOrigin,
     commit_node_shards,
     persist,
     persist_node_shards,
+    prune,
 )
 from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
@@ -677,6 +679,27 @@ def test_a_path_and_a_file_url_name_a_directory(tmp_path, pair, how):
 
     assert isinstance(store, DirectoryStore)
     assert (tmp_path / "states" / STATE.name).is_dir()
+
+
+def test_a_state_is_verified_once_all_its_shards_were_read_back(store, root):
+    with images(2, nbytes=CHUNK_BYTES + 77) as shards:
+        for state in (STATE, LATER):
+            persist(store, state, shards, origin=ORIGIN)
+    records = store.read_manifest(STATE).shards
+    path = root / LATER.name / Shard(1, 2).file_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    assert store.read_back(records[0], STATE)
+    assert not any(stored.is_verified for stored in store.list_states())
+    assert store.read_back(records[1], STATE)
+    with pytest.raises(CorruptError, match=f"{path}: the chunk at byte {CHUNK_BYTES} is not"):
+        store.read_back(records[1], LATER)
+
+    verified = {stored.state: stored.is_verified for stored in store.list_states()}
+    assert verified == {STATE: True, LATER: False}
+    assert verify_state(store, STATE) == []
+    # The newer one is not known to be good.
+    assert prune(store, RetentionPolicy(keep_last=1), {LATER}) == []
 
 
 # What a crash leaves.

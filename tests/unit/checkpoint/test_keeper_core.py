@@ -13,6 +13,7 @@ from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
+from gpuops.checkpoint.storage.read_back import AGAIN_S
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 
@@ -21,7 +22,8 @@ class Jobs:
 
     def __init__(self):
         self.waiting = {
-            name: deque() for name in ("hash", "populate", "search", "persist", "check_replicas")
+            name: deque()
+            for name in ("hash", "populate", "search", "persist", "read_back", "check_replicas")
         }
 
     def start(self, kind, work, then):
@@ -132,6 +134,69 @@ def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_
     assert node.core.counts()["persist_failed"] is None
     assert node.core.persister.schedule.last_persisted == newest
     assert not node.core.persister.is_flushing
+
+
+def events(node, kind):
+    return [event for event in node.core.events.take(10**6) if event["kind"] == kind]
+
+
+def test_what_was_persisted_is_read_back_and_written_again_if_it_is_damaged(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=60.0, keep_last=1)
+    node.start().core.set_policy(policy)
+    node.go()
+
+    def persist(step):
+        node.now_s += 60.0
+        state = node.save(step)
+        node.jobs.do("persist")
+        assert [it.is_verified for it in store.list_states() if it.state == state] == [False]
+        return state
+
+    first = persist(1)
+    node.jobs.do("read_back")
+    assert [(it.state, it.is_verified) for it in store.list_states()] == [(first, True)]
+    assert [event["state"] for event in events(node, "read_back")] == [[0, first.step]]
+
+    second = persist(2)
+    assert [it.state for it in store.list_states()] == [
+        second,
+        first,
+    ]  # the first one is known good
+    path = store.local_shard_path(second, Shard(1, 2))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    node.jobs.do("read_back")
+    assert [it.state for it in store.list_states()] == [first]
+    (event,) = events(node, "corrupt")
+    assert (event["state"], event["tier"]) == ([0, second.step], "persistent")
+    assert str(path) in event["why"]
+
+    node.core.tick()
+    assert not node.jobs.waiting["persist"]
+    node.now_s += 60.0
+    node.core.tick()
+    node.jobs.do("persist")
+    node.jobs.do("read_back")
+    assert [(it.state, it.is_verified) for it in store.list_states()] == [(second, True)]
+
+
+def test_what_cannot_be_read_back_yet_is_tried_again(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0)
+    node.start().core.set_policy(policy)
+    node.go().save(1)
+    node.jobs.do("persist")
+    (tmp_path / "states").rename(tmp_path / "away")
+    node.jobs.do("read_back")
+    (tmp_path / "away").rename(tmp_path / "states")
+    node.core.tick()
+    assert not node.jobs.waiting["read_back"]
+
+    node.now_s += AGAIN_S
+    node.core.tick()
+    node.jobs.do("read_back")
+
+    assert [it.is_verified for it in store.list_states()] == [True]
 
 
 @pytest.fixture

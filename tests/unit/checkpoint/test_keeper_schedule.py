@@ -1,7 +1,11 @@
 """When a state is persisted."""
 
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
-from gpuops.checkpoint.storage.persister import BACKOFF_MAX_S, BACKOFF_MIN_S, PersistSchedule
+from gpuops.checkpoint.storage.persist_schedule import (
+    BACKOFF_MAX_S,
+    BACKOFF_MIN_S,
+    PersistSchedule,
+)
 from gpuops.checkpoint.types import StateId
 
 POLICY = CheckpointPolicy(directory="/states", persist_every_s=60.0)

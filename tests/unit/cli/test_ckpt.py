@@ -53,6 +53,8 @@ def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ck
     again = make_state(store, RANKS, step=15, epoch=1)
     store.pin(old, "paper")
     store.local_shard_path(again, Shard(1, 2)).unlink()
+    for record in store.read_manifest(old).shards:
+        store.read_back(record, old)
 
     code, out, _ = ckpt("ls")
     rows = [line.split() for line in out.splitlines()[1:]]
@@ -64,6 +66,7 @@ def test_ls_has_the_newest_first_and_marks_what_is_pinned_or_not_whole(store, ck
     assert "DAMAGED: step-000000000015.e00001: shard-00001-of-00002.safetensors: it is" in out
     assert "`gpuops ckpt verify` checks the content" in out
     assert "paper" in out.splitlines()[3]
+    assert "verified" in rows[2]
 
 
 def test_ls_json(store, ckpt):
@@ -87,6 +90,7 @@ def test_ls_json(store, ckpt):
         "size_bytes": manifest.nbytes,
         "pins": ["paper"],
         "complete": True,
+        "verified": False,
         "problems": [],
         "job": "j",
         "generation": 4,

@@ -39,7 +39,7 @@ def node():
 @pytest.mark.parametrize(
     ("dies_at", "options"),
     [
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.soak),  # as the next test, which always runs
         pytest.param(11, {}, marks=pytest.mark.soak),
         (17, {}),
         (22, {"dataloader_drop_last": True}),

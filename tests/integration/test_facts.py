@@ -93,8 +93,10 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("suite", ["default", "prolog"])
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [*(("default", name) for name in SCENARIOS), ("prolog", "a GPU that fell off the bus")],
+)
 def test_a_recording_gets_the_verdict_that_the_node_gets(tmp_path, mock, elsewhere, name, suite):
     scenario, lines = SCENARIOS[name]
     node = Node(tmp_path, mock, scenario)

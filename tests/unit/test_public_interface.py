@@ -50,7 +50,8 @@ def differences(before, now):
 def test_no_promise_has_changed(tmp_path):
     # A process of its own: it counts on no module that was imported, or patched, before.
     out = tmp_path / "now.json"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    paths = (str(ROOT / "tests"), os.environ["PYTHONPATH"])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "support.public_interface", str(out)]
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False

@@ -6,7 +6,7 @@ import socket
 from gpuops.checkpoint.transfer import wire
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.connection import TransferConnection
-from gpuops.checkpoint.transfer.wire import TransferFrameKind
+from gpuops.checkpoint.transfer.wire import TransferError, TransferFrameKind
 from gpuops.host.net import job_proof as proof
 from gpuops.host.net.frames import WireError, framed
 from support.listening import Listening
@@ -21,7 +21,7 @@ class BadServer(Listening):
         super().__init__()
 
     def serve(self, sock):
-        with contextlib.suppress(WireError):
+        with contextlib.suppress(WireError, TransferError):
             self._behave(self, sock)
 
 

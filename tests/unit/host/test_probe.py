@@ -28,7 +28,7 @@ from gpuops.host.storage.mounts import read_filesystems
 # Python 3.12 warns of forks in processes with threads, as pytest-xdist's workers are.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-SLACK_S = 3.0
+SLACK_S = 20.0  # those that are ended would sleep for a minute
 # A child on a busy machine takes a while before it does what a test wants of it.
 BEGUN_S = 1.5
 

@@ -68,7 +68,7 @@ class KeeperCore:
         self.hash_s: float | None = None
         self.n_hashing = 0
         self.persister = Persister(
-            memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending
+            memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending, self._rank_pids
         )
         self.peers = PeerService(memory, jobs, self.events, clock_s, self._own_shards)
         self.replica_checker = ReplicaChecker(memory, jobs, self.events, clock_s, self.persister)
@@ -161,6 +161,9 @@ class KeeperCore:
                 group.remove(local_rank)
                 if self.memory.buffer_table.n_given_up > given_up:
                     self.events.add("given_up", why=f"local rank {local_rank} disconnected")
+
+    def _rank_pids(self) -> list[int]:
+        return [each.pid for each in self.group.connections.values()] if self.group else []
 
     def _own_shards(self) -> set[Shard]:
         return {rank_info.shard for rank_info in self.group.ranks.values()} if self.group else set()
@@ -278,8 +281,7 @@ class KeeperCore:
         now_s, saved = self.clock_s(), self.memory.buffer_table.find(state)
         leased_s = None if saved is None else saved.leased_s
         seconds = 0.0 if leased_s is None else now_s - leased_s
-        nbytes = self._size_bytes(state)
-        self.events.add("committed", state=state, seconds=seconds, bytes=nbytes)
+        self.events.add("committed", state=state, seconds=seconds, bytes=self._size_bytes(state))
         self.peers.on_committed(state)
         self.memory.release()
         self.persister.persist_if_due()

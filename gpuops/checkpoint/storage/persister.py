@@ -4,7 +4,7 @@ A failure is reported and retried later, with a growing backoff; it never stops 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from gpuops.checkpoint.agreement.write_once import WriteOnce
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
+from gpuops.checkpoint.keeper.off_ranks import off_ranks
 from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
@@ -174,6 +175,7 @@ class Persister:
     clock_s: Callable[[], float]
     open_store: OpenStore
     is_ending: Callable[[], bool]
+    rank_pids: Callable[[], Iterable[int]]
     policy: CheckpointPolicy | None = None
     origin: StateOrigin = field(default_factory=lambda: StateOrigin("", 0))
     schedule: PersistSchedule = field(default_factory=PersistSchedule)
@@ -198,6 +200,7 @@ class Persister:
             self.clock_s,
             self.open_store,
             self.is_ending,
+            self.rank_pids,
             self._on_damaged,
         )
 
@@ -308,7 +311,7 @@ class Persister:
         )
         why = ""
         try:
-            outcome = await JobResult(self.jobs, JobKind.PERSIST, work)
+            outcome = await JobResult(self.jobs, JobKind.PERSIST, off_ranks(self.rank_pids(), work))
         except Exception as exc:  # noqa: BLE001 boundary: any error of a file system
             why = str(exc) or repr(exc)
         self.memory.buffer_table.unpin(_PIN)

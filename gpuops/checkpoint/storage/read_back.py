@@ -3,13 +3,14 @@
 A state counts as verified once all its shards were read back; each node reads those that it wrote.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
+from gpuops.checkpoint.keeper.off_ranks import off_ranks
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import RetentionPolicy, prune
 from gpuops.checkpoint.storage.throttle import RateThrottle
@@ -84,6 +85,7 @@ class ReadBack:
     clock_s: Callable[[], float]
     open_store: Callable[[str], CheckpointStore]
     is_ending: Callable[[], bool]
+    rank_pids: Callable[[], Iterable[int]]
     on_damaged: Callable[[StateId], None]
     _next: ReadBackTask | None = None
     _is_running: bool = False
@@ -106,7 +108,7 @@ class ReadBack:
         began_s = self.clock_s()
         work = partial(run_read_back, task, self.open_store, self.is_ending)
         try:
-            done = await JobResult(self.jobs, JobKind.READ_BACK, work)
+            done = await JobResult(self.jobs, JobKind.READ_BACK, off_ranks(self.rank_pids(), work))
         except CorruptError as exc:
             place = {"tier": "persistent", "directory": task.policy.directory}
             self.events.add("corrupt", state=task.state, why=str(exc), **place)

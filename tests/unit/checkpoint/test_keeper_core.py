@@ -452,6 +452,13 @@ def test_without_a_leader_the_shards_of_several_nodes_still_become_a_state(tmp_p
     assert flushed(one, 3.0).state == state
     assert [stored.state for stored in store.list_states()] == [state]
     assert verify_state(store, state) == []
+    assert not any(stored.is_verified for stored in store.list_states())
+    for is_verified, node in enumerate((one, other)):  # each reads the shards that it wrote
+        node.jobs.do("read_back")
+        node.now_s += AGAIN_S
+        node.core.tick()
+        node.jobs.do("read_back")
+        assert [stored.is_verified for stored in store.list_states()] == [bool(is_verified)]
 
 
 def test_a_flush_says_that_the_shards_of_other_nodes_are_missing(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import subprocess
 import threading
 
 from support.checkpoint_images import ORIGIN, images
@@ -15,6 +16,7 @@ from gpuops.checkpoint.keeper.jobs import (
     Jobs,
     Waker,
 )
+from gpuops.checkpoint.keeper.off_ranks import off_ranks
 from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.checkpoint.storage.persist import persist
 from gpuops.checkpoint.types import StateId
@@ -72,6 +74,26 @@ def test_the_threads_that_write_shards_have_the_priority_of_the_one_that_persist
         ((done, error),) = results(jobs, waker, 1)
 
     assert (done.nbytes > 0, error, seen) == (True, None, {NICE_PERSIST})
+
+
+def test_work_keeps_off_the_processors_to_which_ranks_are_bound():
+    allowed = os.sched_getaffinity(0)
+    bound = {min(allowed)}
+    with (
+        subprocess.Popen(["sleep", "60"]) as rank,
+        contextlib.closing(Waker()) as waker,
+        contextlib.closing(Jobs(waker.wake)) as jobs,
+    ):
+        os.sched_setaffinity(rank.pid, bound)
+        jobs.found = []
+        for pids in ([rank.pid], [rank.pid, 0], [rank.pid, os.getpid()], []):
+            work = off_ranks(pids, lambda: os.sched_getaffinity(0))
+            jobs.start(JobKind.PERSIST, work, lambda result, _: jobs.found.append(result))
+        cpus = results(jobs, waker, 4)
+        rank.kill()
+
+    assert cpus == [allowed - bound or allowed, allowed, allowed, allowed]
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_what_work_raises_is_its_result():

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 from support.boards import DEADLINE_S, RUN_KEY, TOKEN, eventually
 from support.etcd import running_etcd
-from support.postgres import free_port
+from support.ports import free_port
 
 from gpuops.control.etcd.address import EtcdAddress
 from gpuops.control.etcd.session import EtcdSession, MemberClock

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 from support.boards import DEADLINE_S, RUN_KEY, TOKEN, eventually
-from support.postgres import START_S, free_port, running_server
+from support.ports import free_port
+from support.postgres import START_S, running_server
 
 from gpuops.control.postgres.store import PostgresControlStore
 from gpuops.control.store import (

@@ -25,6 +25,7 @@ from support.boards import (
     server,
     tcp_board,
 )
+from support.ports import free_port
 
 from gpuops.control import signing
 from gpuops.control.store import (
@@ -848,9 +849,7 @@ def test_an_address_of_another_machine_is_an_error():
 
 
 def test_many_start_it_at_once_and_one_does():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    started = []
+    port, started = free_port(), []
     try:
         with ThreadPoolExecutor(4) as pool:
             todo = [

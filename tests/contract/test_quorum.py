@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.boards import RUN_KEY, TOKEN, eventually, server, tcp_board
 from support.etcd import find_etcd
-from support.postgres import free_port
+from support.ports import free_ports
 
 from gpuops.control.etcd.formation import QuorumFormation, QuorumPlan
 from gpuops.control.etcd.handle import announce
@@ -214,7 +214,7 @@ def test_whoever_cannot_reach_the_members_begins_no_second_run():
     board, now_s = MemoryControlStore(SystemClock()), [0.0]
     gone = [
         Candidate(agent=f"m{i}", node=f"n{i}", address="127.0.0.1", client_port=port)
-        for i, port in enumerate((free_port(), free_port(), free_port()))
+        for i, port in enumerate(free_ports(3))
     ]
     board.put(QUORUM_KEY, QuorumState(phase=QuorumPhase.ON, members=tuple(gone)).to_bytes())
 

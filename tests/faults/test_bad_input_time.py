@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.cluster_run import free_port
 from support.faulty import FaultyRun, culprits
+from support.ports import free_port
 from support.services import unavailable
 from support.slow_proxy import SlowProxy
 

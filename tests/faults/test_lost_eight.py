@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cluster_run import ClusterRun, free_port, postgres_endpoint
+from support.cluster_run import ClusterRun, postgres_endpoint
 from support.etcd import find_etcd
 from support.hosts import Hosts
+from support.ports import free_port
 from support.postgres import running_server
 
 from gpuops.control.membership import N_STANDBYS, succession_of

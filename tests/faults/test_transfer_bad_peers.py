@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from support import bad_peers
 from support.listening import Between, readable
+from support.ports import free_port
 from support.transfers import (
     CHUNK,
     NBYTES,
@@ -156,10 +157,8 @@ def test_other_bytes_with_the_same_hash_are_not_taken(target, monkeypatch):
 
 
 def test_nobody_there(target):
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
     with pytest.raises(TransferError, match="nobody listens there"):
-        fetch([peer(port)], job_pass(), COPY, target.view, patient())
+        fetch([peer(free_port())], job_pass(), COPY, target.view, patient())
 
 
 def test_a_name_in_place_of_an_address(target):

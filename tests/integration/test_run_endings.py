@@ -7,6 +7,7 @@ import subprocess
 
 import psutil
 import pytest
+from support.ports import free_port
 from support.runs import JOBS, Run, is_alive, wait_until
 
 from gpuops.agent.launch.launch import CANCEL_GRACE_S
@@ -14,12 +15,6 @@ from gpuops.host.process.inspect import read_details
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 PLAIN = JOBS / "plain.py"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def workers_of(run):

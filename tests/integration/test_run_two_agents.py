@@ -1,22 +1,16 @@
 """Two agents on loopback with torchrun's flags for two nodes: one run, one incident."""
 
 import re
-import socket
 from contextlib import contextmanager
 from stat import S_IMODE
 
 import pytest
 from support import mock_nvml
+from support.ports import free_port
 from support.runs import JOBS, Run, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 TOKEN = {"GPUOPS_TOKEN": "4f" * 16}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

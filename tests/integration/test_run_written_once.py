@@ -4,7 +4,7 @@ import re
 from contextlib import ExitStack
 
 import pytest
-from support.cluster_run import free_port
+from support.ports import free_port
 from support.runs import JOBS, Run
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]

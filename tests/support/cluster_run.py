@@ -1,38 +1,18 @@
 """One ``gpuops run`` over several hosts: an agent on each, one shared job folder, all watched."""
 
 import json
-import secrets
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from gpuops.errors import EXIT_REQUEUE
 from support.ledger import in_one_row, problems, read_lines
+from support.ports import free_port
 from support.runs import JOBS, is_alive, wait_until, whole_lines
 
 LIMIT_S = 120.0
 # Each host has a state directory of its own, so a token that one makes is not that of the others.
 TOKEN = "4f" * 16
-# Below those that the kernel gives to whoever asks for any: another test would have it sooner.
-PORTS = range(20_000, 32_000)
-
-
-def free_port(address):
-    """Return a port of *address* that nobody listens on now; any where it is not ours to try."""
-    for _ in range(100):
-        port = secrets.choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((address if _is_ours(address) else "127.0.0.1", port))
-            return port
-    raise AssertionError(f"no port of {address} is free")
-
-
-def _is_ours(address):
-    with socket.socket() as probe, suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
 
 
 class Agent:

@@ -13,7 +13,7 @@ import pytest
 
 from gpuops.control.etcd.store import EtcdControlStore
 from gpuops.control.store import ControlStoreError
-from support.postgres import free_port
+from support.ports import free_ports
 from support.services import unavailable
 
 START_S = 60
@@ -101,7 +101,8 @@ def running_etcd(n=1, *flags, max_request_bytes=REQUEST_BYTES_MAX):
     find_etcd()
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder:
-        ports = [(free_port(), free_port()) for _ in range(n)]
+        free = free_ports(2 * n)
+        ports = list(zip(free[:n], free[n:], strict=True))
         cluster = ",".join(
             f"m{i}=http://127.0.0.1:{peer}" for i, (_client, peer) in enumerate(ports)
         )

@@ -6,8 +6,9 @@ import time
 from gpuops.control.record import RECORD_KEY, ControlKeys, ControlRecord, RunPhase
 from gpuops.control.store import ControlStoreError
 from gpuops.control.tcp.store import TcpControlStore
-from support.cluster_run import TOKEN, ClusterRun, free_port
+from support.cluster_run import TOKEN, ClusterRun
 from support.hosts import Loopbacks
+from support.ports import free_port
 
 RUN_ID = "crowd"
 LONG = {"JOB_STEPS": "100000", "JOB_PAUSE_S": "0.5", "OMP_NUM_THREADS": "1"}

@@ -6,7 +6,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
+from support.ports import free_port
 from support.runs import is_alive, wait_until
 from support.services import unavailable
 
@@ -167,13 +167,6 @@ def _as_user(user):
         return []
     setpriv = shutil.which("setpriv") or "/usr/bin/setpriv"
     return [setpriv, f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
-
-
-def free_port():
-    """Return a loopback port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def new_server(*, password=None, options=FAST, address=None):

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from support import slurm_processes
 from support.fake_root import FakeRoot
 from support.mock_nvml import UUIDS, addresses, shape
+from support.ports import free_ports
 from support.quick_disk import quick_home
 from support.services import unavailable
 from support.slurm_processes import end_all, processes_of
@@ -402,18 +402,6 @@ class Cluster:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-
-def free_ports(count):
-    """Return loopback ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
-    finally:
-        for item in sockets:
-            item.close()
 
 
 def gpu_devices(folder, numbers):

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 from support.runs import JOBS, whole_lines
-from support.slurm import SHIPPED, free_ports, wait_until
+from support.slurm import SHIPPED, wait_until
 
 pytestmark = [
     pytest.mark.quick_disk,
@@ -38,7 +39,7 @@ class Launch:
         script = self.folder / example
         # Every node of this Slurm is called localhost, so the agents say where they are.
         script.write_text(text.replace("train.py", f"--local-addr=127.0.0.1 {JOB}"))
-        (port,) = free_ports(1)
+        port = free_port()
         env = {
             "PATH": f"{self.cluster.home}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",

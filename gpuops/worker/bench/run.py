@@ -203,6 +203,7 @@ def measure_save(
         if durable_s > timeout_s:
             raise BenchError(f"{saver.name}: nothing durable after {timeout_s:g} s")
         is_done = saver.is_done()
+    saver.settle()
     usual += [job.step() for _ in range(n_beside)]
     usual_s = statistics.fmean(usual)
     slowed_s = sum(steps_s) - usual_s * len(steps_s)

@@ -16,6 +16,7 @@ from torch import nn
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
+from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.worker.checkpointer import Checkpointer
 
@@ -112,6 +113,8 @@ MEMCPY, RAW, RAW_DIRECT = "memcpy", "write + fsync", "write past the cache + fsy
 GPUOPS = "gpuops"
 _WRITE_BYTES = 16 * 2**20
 _LEASE_S = 60.0
+_READ_BACK_TIMEOUT_S = 600.0
+_POLL_S = 0.02
 
 
 class BenchError(CheckpointError):
@@ -133,6 +136,9 @@ class BenchSaver:
             BenchError: It will not be.
         """
         return True
+
+    def settle(self) -> None:
+        """Wait for what goes on once the state is durable; it would slow what is measured next."""
 
     def recoverable_s(self, _stall_s: float, _durable_s: float, /) -> float | None:
         """Return how long after the step the state survives a SIGKILL of the worker."""
@@ -237,6 +243,13 @@ class GpuopsSaver(BenchSaver):
         if saved["last_step"] != self._step:
             raise BenchError(f"step {self._step} was not saved: {saved['off'] or saved['skipped']}")
         return False
+
+    def settle(self) -> None:
+        store, end_s = DirectoryStore(self.directory), time.monotonic() + _READ_BACK_TIMEOUT_S
+        while not all(stored.is_verified for stored in store.list_states()):
+            if time.monotonic() > end_s:
+                raise BenchError(f"step {self._step} was not read back")
+            time.sleep(_POLL_S)
 
     def recoverable_s(self, stall_s: float, _durable_s: float, /) -> float | None:
         hash_s = self._agent_client.stats().get("hash_s")  # from the last image to the commit

@@ -54,6 +54,16 @@ class Training(Run):
     def pid_of(self, rank, generation=0):
         return next(x.pid for x in self.lines() if (x.rank, x.generation) == (rank, generation))
 
+    def kept(self):
+        """Return the step of the newest state in memory that the agent knows of, 0 for none."""
+        assert self.process.poll() is None, self.said()
+        url = f"http://127.0.0.1:{self.state()['http_port']}/state"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return (json.load(answer)["checkpoint"] or {}).get("step") or 0
+
+    def wait_for_kept(self, number):
+        wait_until(lambda: self.kept() >= number, LIMIT_S, what=f"a state of step {number}")
+
     def keeper(self):
         """Return the pid of the keeper that serves now."""
         return wait_until(self.keepers, what="a keeper")[0]
@@ -110,6 +120,7 @@ def assert_nothing_left(run):
 def test_killed_workers_go_on_from_memory_and_lose_next_to_nothing(tmp_path, undisturbed, victims):
     with Training(tmp_path, CALM) as run:
         run.wait_for_step(8)
+        run.wait_for_kept(7)
         keeper = run.keeper()
         for rank in victims:
             os.kill(run.pid_of(rank), signal.SIGKILL)
@@ -145,6 +156,7 @@ def run_skips(run):
 def test_an_agent_that_is_killed_is_followed_by_one_that_adopts_the_keeper(tmp_path, undisturbed):
     with Training(tmp_path, CALM) as first:
         first.wait_for_step(8)
+        first.wait_for_kept(7)
         keeper, workers = first.keeper(), [first.pid_of(0), first.pid_of(1)]
         first.process.kill()
         first.process.wait()
@@ -257,18 +269,11 @@ def test_a_keeper_that_dies_is_followed_by_another_while_the_workers_train(tmp_p
     # Slow enough for another keeper to have started well before the last step.
     with Training(tmp_path, "--pause=0.5") as run:
         run.wait_for_step(2)
-        port = run.state()["http_port"]
-
-        def kept():
-            assert run.process.poll() is None, run.said()
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=10) as answer:
-                return (json.load(answer)["checkpoint"] or {}).get("step") or 0
-
-        wait_until(kept, LIMIT_S, what="a state that the agent knows of")
+        run.wait_for_kept(1)
         first = run.keeper()
         os.kill(first, signal.SIGKILL)
         died_at = max(x.number for x in run.lines() if x.what == "step")
-        wait_until(lambda: kept() > died_at + 1, LIMIT_S, what="a state that another keeper has")
+        run.wait_for_kept(died_at + 2)
         (second,) = run.keepers()
         # Nobody was restarted for it.
         assert {x.generation for x in run.lines()} == {0}

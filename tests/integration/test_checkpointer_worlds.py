@@ -54,7 +54,7 @@ def other_keeper(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after"), [("fsdp", 4, 3), ("hsdp", 4, 2), ("tp", 4, 2), ("fsdp", 2, 3)]
+    ("kind", "before", "after"), [("fsdp", 4, 3), ("hsdp", 4, 2), ("tp", 4, 2)]
 )
 def test_another_world_reads_its_parts_from_the_directory(
     tmp_path, keeper, other_keeper, kind, before, after

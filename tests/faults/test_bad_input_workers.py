@@ -32,13 +32,13 @@ def test_daemons_of_a_failed_generation_are_ended_before_the_next(tmp_path):
 
 
 def test_output_without_end_costs_neither_memory_nor_the_run(tmp_path):
-    """As fast as two ranks can write, for four seconds or longer."""
+    """As fast as two ranks can write: the agent keeps next to none of it."""
     words = ("shout", "--at", 3, "--steps", 40, "--pause", 0.1, "--alone")
     with FaultyRun(tmp_path, (), words) as run:
         run.start()
         agent = psutil.Process(run.agents[0].process.pid)
         run.wait_for_step(2)
-        peak = 0
+        before = peak = agent.memory_info().rss
 
         def has_shouted():
             nonlocal peak
@@ -49,8 +49,8 @@ def test_output_without_end_costs_neither_memory_nor_the_run(tmp_path):
         assert run.ended() == 0, run.said()[-2000:]
 
     written = sum(line.number for line in run.lines() if line.what == "shouted")
-    assert written >= 120 * MIB
-    assert peak < 600 * MIB
+    assert written >= 400 * MIB
+    assert peak - before < 100 * MIB
     assert run.generations() == [0]
 
 

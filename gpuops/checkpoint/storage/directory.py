@@ -159,8 +159,11 @@ def _filesystem_now_s(root: int, name: str) -> float:
     os.mkdir(name, dir_fd=root)
     try:
         return os.lstat(name, dir_fd=root).st_mtime
+    except FileNotFoundError:  # another sweeper removed it, which changed *root* just now
+        return os.fstat(root).st_mtime
     finally:
-        os.rmdir(name, dir_fd=root)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(name, dir_fd=root)
 
 
 class DirectoryStore:

@@ -32,6 +32,9 @@ class Way:
     def recoverable_s(self, _stall_s, _durable_s):
         return None
 
+    def settle(self):
+        pass
+
     def clean(self):
         pass
 

@@ -22,7 +22,7 @@ from gpuops.checkpoint.storage.persist import (
     prune,
 )
 from gpuops.checkpoint.storage.stored_ranges import StoredRanges
-from gpuops.checkpoint.storage.throttle import RateThrottle
+from gpuops.checkpoint.storage.throttle import until_stopped
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
@@ -260,7 +260,7 @@ def test_stopping_leaves_what_was_there_before(store):
     with images(2, nbytes=CHUNK_BYTES + 1) as shards:
         persist(store, STATE, shards, origin=ORIGIN)
         answers = iter([False, True])
-        pace = RateThrottle(None, stop=lambda: next(answers, True))
+        pace = until_stopped(lambda: next(answers, True))
         with pytest.raises(CheckpointError, match="stopped"):
             persist(store, LATER, shards, origin=ORIGIN, throttle=pace)
 

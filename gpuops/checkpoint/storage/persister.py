@@ -25,7 +25,7 @@ from gpuops.checkpoint.storage.persist import (
 )
 from gpuops.checkpoint.storage.persist_schedule import PersistSchedule
 from gpuops.checkpoint.storage.read_back import ReadBack, ReadBackTask, prune_old
-from gpuops.checkpoint.storage.throttle import RateThrottle
+from gpuops.checkpoint.storage.throttle import until_stopped
 from gpuops.checkpoint.storage.written_once import plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
@@ -95,7 +95,7 @@ def run_persist(
     """
     assert task.policy.directory is not None
     store = open_store(task.policy.directory)
-    throttle = RateThrottle(None, stop=should_stop)
+    throttle = until_stopped(should_stop)
     warning = ""
     try:
         store.sweep()

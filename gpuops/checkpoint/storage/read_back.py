@@ -13,7 +13,7 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.off_ranks import off_ranks
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import RetentionPolicy, prune
-from gpuops.checkpoint.storage.throttle import RateThrottle
+from gpuops.checkpoint.storage.throttle import until_stopped
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
 
 AGAIN_S = 5.0
@@ -46,7 +46,7 @@ def run_read_back(
     assert task.policy.directory is not None
     store = open_store(task.policy.directory)
     manifest = store.read_manifest(task.state)
-    throttle = RateThrottle(None, stop=should_stop)
+    throttle = until_stopped(should_stop)
     nbytes = 0
     try:
         for shard in sorted(task.shards):

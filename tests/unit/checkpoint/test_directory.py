@@ -48,9 +48,7 @@ from gpuops.checkpoint.storage.persist import (
     persist_node_shards,
     prune,
 )
-from gpuops.checkpoint.storage.throttle import RateThrottle
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
-from gpuops.host.clock import FakeClock
 
 STATE, LATER = StateId(1, 100), StateId(1, 200)
 NONCE = bytes(8)
@@ -654,33 +652,6 @@ def test_nothing_stays_open(store, pair):
             persist(store, StateId(1, step), pair, origin=StateOrigin("x" * 300, 1))
 
     assert n_open() == before
-
-
-def test_a_pace_holds_the_rate_and_is_told_of_every_byte():
-    clock, waited = FakeClock(), []
-
-    def wait(seconds):
-        waited.append(seconds)
-        clock.advance(seconds)
-
-    pace = RateThrottle(2 * CHUNK_BYTES, clock=clock, sleep=wait)
-    begin_ns = clock.mono_ns()
-    for _ in range(9):
-        pace(CHUNK_BYTES)
-
-    assert (clock.mono_ns() - begin_ns) / 1e9 == pytest.approx(4.0)  # the last one is on its way
-    assert waited == pytest.approx([0.5] * 8)
-
-
-def test_a_pace_does_not_save_up_for_later():
-    clock, waited = FakeClock(), []
-    pace = RateThrottle(CHUNK_BYTES, clock=clock, sleep=waited.append)
-    pace(CHUNK_BYTES)
-    clock.advance(100)
-    pace(CHUNK_BYTES)
-    pace(CHUNK_BYTES)
-
-    assert waited == pytest.approx([1.0])
 
 
 @pytest.mark.parametrize("how", ["file://{}", "{}"])

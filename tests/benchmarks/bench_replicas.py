@@ -9,6 +9,7 @@ save beside two processes that each copy one half and hash the other, right befo
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ def run_job(world, nbytes, n_rounds, folder):
     newest = max((out / "ck").glob("step-*"))
     disk_bytes = sum(entry.stat().st_size for entry in os.scandir(newest))
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
-    subprocess.run(["rm", "-rf", str(out)], check=True)
+    shutil.rmtree(out)
     return ranks, disk_bytes
 
 

@@ -61,7 +61,7 @@ def save_figures(
         "nbytes": job.nbytes,
         "n_tensors": len(job.tensors()),
         "quiet_rounds": count_quiet(around),
-        "hash": summarize(each.before.hash_s for each in around.values()),
+        "hash": summarize(each.mean.hash_s for each in around.values()),
         "ways": [{"way": name, **_summaries(each.values())} for name, each in samples.items()],
         "ratios": ratios,
     }

@@ -8,7 +8,7 @@ so that counting commas and brackets bounds the memory that parsing a hostile fi
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -219,8 +219,13 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 
 
 def verified_file_name(shard: Shard) -> str:
-    """Return the name of the empty file next to *shard* once it was read back from the disk."""
+    """Return the name of the empty file next to *shard* once it was read back."""
     return f"{shard.file_name}.verified"
+
+
+def names_verify(names: Collection[str], manifest: Manifest) -> bool:
+    """Return whether the files *names* next to *manifest* say that each shard was read back."""
+    return all(verified_file_name(record.shard) in names for record in manifest.shards)
 
 
 def record_file_name(shard: Shard) -> str:

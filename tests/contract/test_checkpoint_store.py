@@ -513,12 +513,33 @@ def test_pruning_keeps_what_it_must(store, pair):
     assert all(is_good(store, state) for state in states(store))
 
 
-def test_an_object_store_reads_nothing_back(store, kind, pair):
+def test_a_state_is_verified_once_it_was_read_back_and_no_more_once_it_is_damaged(
+    store, kind, pair
+):
+    def is_verified():
+        (stored,) = store.list_states()
+        return stored.is_verified
+
     persist(store, STATE, pair, origin=ORIGIN)
+    first, second = store.read_manifest(STATE).shards
+    store.read_back(first, STATE)
+    assert not is_verified()
+    intact = kind.read(file_key(1))
+    kind.write(file_key(1), intact[:-1] + bytes([intact[-1] ^ 1]))
+    with pytest.raises(CorruptError, match=r"shard-00001-of-00002.safetensors: the chunk at byte"):
+        store.read_back(second, STATE)
+    kind.write(file_key(1), intact)
+    store.read_back(second, STATE)
+    assert is_verified()
+    assert verify_state(store, STATE) == []
 
-    is_read = {store.read_back(record, STATE) for record in store.read_manifest(STATE).shards}
-
-    assert is_read == {isinstance(kind, Directory)}
+    store.forget_read_back(second, STATE)
+    store.forget_read_back(second, STATE)
+    assert not is_verified()
+    store.read_back(second, STATE)
+    kind.remove(f"{STATE.name}/{MANIFEST}")
+    persist(store, STATE, pair, origin=ORIGIN)
+    assert not is_verified()
 
 
 def test_the_manifest_is_complete_without_the_store(store, kind, pair):

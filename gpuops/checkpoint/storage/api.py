@@ -36,7 +36,7 @@ def unthrottled(_nbytes: int) -> None:
 class StoredState:
     """A state with a valid manifest. ``tags`` pin it: it is not deleted while it has one.
 
-    ``is_verified``: all its shards were read back from the disk, and were what was saved.
+    ``is_verified``: all its shards were read back from the store, and were what was saved.
     """
 
     state: StateId
@@ -244,14 +244,20 @@ class CheckpointStore(Protocol):
 
     def read_back(
         self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
-    ) -> bool:
-        """Read a shard from the disk and record that it is intact; False: nothing was read.
-
-        Object stores verify what they are sent, and keep it so.
+    ) -> None:
+        """Read a shard from the store and record that it is intact, unless that is recorded.
 
         Raises:
             CorruptError: It is not what was saved.
             CheckpointError: It cannot be read, or the result not be recorded.
+        """
+        ...
+
+    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
+        """Remove what `read_back` recorded of a shard: it is damaged.
+
+        Raises:
+            CheckpointError: It cannot be removed.
         """
         ...
 

@@ -21,6 +21,7 @@ from gpuops.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     Manifest,
     ShardRecord,
+    names_verify,
     parse_manifest,
     verified_file_name,
 )
@@ -295,11 +296,11 @@ class DirectoryStore:
 
     def read_back(
         self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
-    ) -> bool:
+    ) -> None:
         name, verified = record.shard.file_name, verified_file_name(record.shard)
         with self._open_state(state, name) as folder:
             if verified in list_names(folder):
-                return True
+                return
             fd = open_regular_file(name, folder)
             try:
                 verify_on_disk(fd, record.digest, throttle=throttle)
@@ -309,7 +310,12 @@ class DirectoryStore:
                 close_quietly(fd)
             write_synced(verified, b"", folder)
             os.fsync(folder)
-        return True
+
+    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
+        name = verified_file_name(record.shard)
+        with self._open_state(state, name) as folder, contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+            os.fsync(folder)
 
     def delete(self, state: StateId) -> None:
         with self._open_root("remove a state from") as root:
@@ -399,7 +405,7 @@ def _is_verified(manifest: Manifest, root: int) -> bool:
             names = set(list_names(folder))
     except OSError:  # it is removed just now
         return False
-    return all(verified_file_name(record.shard) in names for record in manifest.shards)
+    return names_verify(names, manifest)
 
 
 def _read_pins(root: int) -> Callable[[StateId], tuple[str, ...]]:

@@ -3,8 +3,6 @@
 There is no rename: shards are written to their final names, and the manifest, written last,
 completes the state. Readers ignore everything without a valid manifest. A deletion removes the
 manifest first.
-
-Write one state into an object store, alone or together with the writers of other nodes.
 """
 
 import contextlib
@@ -17,23 +15,18 @@ from typing import Any
 from gpuops.checkpoint.digest import is_chunk_intact
 from gpuops.checkpoint.manifest import (
     MANIFEST,
-    MANIFEST_BYTES_MAX,
     Manifest,
     ShardRecord,
-    encode_manifest,
-    encode_record,
-    parse_record,
-    record_file_name,
+    names_verify,
+    verified_file_name,
 )
 from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.api import (
     DamagedState,
-    ImageSource,
     NoStateError,
     StoredState,
     StoreScan,
     Throttle,
-    require_shards,
     unthrottled,
 )
 from gpuops.checkpoint.storage.directory_files import (
@@ -41,12 +34,11 @@ from gpuops.checkpoint.storage.directory_files import (
     check_tag,
     collect_pins,
     is_valid_tag,
-    name_component,
     parse_state_name,
     pin_name,
 )
-from gpuops.checkpoint.storage.image_file import image_fd, verify_image
 from gpuops.checkpoint.storage.object_tree import SESSIONS_FOLDER, ObjectTree, Retrying
+from gpuops.checkpoint.storage.object_writer import ObjectWriter
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
@@ -56,176 +48,6 @@ from gpuops.checkpoint.types import (
 )
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.scrub import scrub
-
-
-class ObjectWriter:
-    """One state that is being written into an object store; see `StateWriter`.
-
-    A state with a valid manifest and all its shards is never written again: its objects have the
-    names that ours would have.
-    """
-
-    shards_at_once = 1  # several parts of an upload are in flight, each of them copied to memory
-
-    def __init__(
-        self, tree: ObjectTree, state: StateId, world: int, *, session: str | None = None
-    ) -> None:
-        self._tree = tree
-        self._state = state
-        self._world = world
-        # Where the nodes of a session record the shards that they put.
-        self._session_folder = (
-            None if session is None else f"{SESSIONS_FOLDER}/{state.name}.{name_component(session)}"
-        )
-        self._records: dict[Shard, ShardRecord] = {}
-        self._versions: dict[Shard, str] = {}
-        self._upload_ids: dict[Shard, str] = {}
-        self._is_finished = False
-        self._existing = self._find_existing()
-
-    def put_shard(
-        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
-    ) -> None:
-        key = self._key(record.shard)
-        url = f"{self._tree.address}/{key}"
-        if record.shard.world != self._world:
-            raise CheckpointError(f"{url} is not of a world of {self._world}")
-        if self._existing is not None:
-            if self._existing.record(record.shard) != record:
-                raise CheckpointError(
-                    f"{url} is of another state of that name, saved by "
-                    f"{self._existing.job or 'a run'}. Give each run a prefix of its own"
-                )
-        elif self._read_record(record.shard) != record:
-            self._upload(record, source, key, throttle)
-        self._records[record.shard] = record
-
-    def records(self) -> Mapping[Shard, ShardRecord]:
-        if self._existing is not None:
-            return {record.shard: record for record in self._existing.shards}
-        if self._session_folder is None:
-            return dict(self._records)
-        sizes = self._tree.sizes(self._session_folder)
-        shards = [Shard(rank, self._world) for rank in range(self._world)]
-        named = [shard for shard in shards if record_file_name(shard) in sizes]
-        found = ((shard, self._read_record(shard)) for shard in named)
-        return {shard: record for shard, record in found if record is not None}
-
-    def commit(self, manifest: Manifest) -> bool:
-        if (manifest.state, manifest.world) != (self._state, self._world):
-            raise CheckpointError(f"a manifest of {manifest.state} is not of {self._state}")
-        key = f"{self._state.name}/{MANIFEST}"
-        is_new = not self._tree.contains(manifest)
-        if is_new:
-            try:
-                require_shards(self.records(), manifest)
-                self._check_not_replaced(manifest)
-            except CheckpointError:
-                # Another node has committed it meanwhile, and has removed the records.
-                if self._session_folder is None or not self._tree.contains(manifest):
-                    raise
-                return False
-            self._tree.write(key, encode_manifest(manifest))
-            if not self._tree.contains(manifest):
-                raise CheckpointError(
-                    f"{self._tree.address}/{key} was written, and then not found as it was written"
-                )
-        self._is_finished = True
-        if self._session_folder is not None:
-            with contextlib.suppress(CheckpointError):  # a sweep removes them otherwise
-                self._tree.remove_all(self._session_folder)
-        return is_new
-
-    def abort(self) -> None:
-        if self._is_finished or self._session_folder is not None:
-            return
-        self._is_finished = True
-        for shard, version in self._versions.items():
-            with contextlib.suppress(CheckpointError):  # else a sweep removes it
-                if self._tree.version(self._key(shard)) == version:  # no other run has replaced it
-                    self._tree.remove(f"{self._state.name}/{pieces_file_name(shard)}")
-                    self._tree.remove(self._key(shard))
-        self._tree.remove_empty(self._state.name)
-
-    def _find_existing(self) -> Manifest | None:
-        """Return the manifest of the state if it exists; remove a damaged one."""
-        try:
-            stored = self._tree.read_manifest(self._state)
-            if self._tree.contains(stored):
-                return stored
-        except NoStateError:
-            return None
-        except CorruptError:
-            pass
-        # An entry with the name of a state must not look like one with our shards in it.
-        self._tree.remove(f"{self._state.name}/{MANIFEST}")
-        return None
-
-    def _upload(
-        self, record: ShardRecord, source: ImageSource, key: str, throttle: Throttle
-    ) -> None:
-        url = f"{self._tree.address}/{key}"
-        try:
-            throttle(0)  # an upload calls it first when a part is done
-            pieces = verify_image(source, record.digest)
-            upload_id = self._tree.upload(key, image_fd(source), throttle)
-            verify_image(source, record.digest)  # it did not change meanwhile
-        except CorruptError as exc:
-            raise CorruptError(f"{url} was not kept: {exc}") from exc
-        except OSError as exc:
-            raise CheckpointError(f"{url} was not written: {exc}") from exc
-        size_bytes = self._tree.size(key)
-        if size_bytes != record.digest.nbytes:
-            raise CheckpointError(
-                f"{url} has {size_bytes} bytes, {record.digest.nbytes} were written"
-            )
-        self._tree.write(f"{self._state.name}/{pieces_file_name(record.shard)}", pieces)
-        self._versions[record.shard] = self._tree.version(key) or ""
-        self._upload_ids[record.shard] = upload_id
-        if self._session_folder is not None:
-            key = f"{self._session_folder}/{record_file_name(record.shard)}"
-            self._tree.write(key, encode_record(record))
-
-    def _read_record(self, shard: Shard) -> ShardRecord | None:
-        """Return what was recorded of *shard*, where its object is still of that size."""
-        if self._session_folder is None:
-            return self._records.get(shard)
-        key = f"{self._session_folder}/{record_file_name(shard)}"
-        nbytes = self._tree.size(key)
-        if nbytes is None or nbytes > MANIFEST_BYTES_MAX:
-            return None
-        record = parse_record(shard, self._tree.read(key, 0, nbytes))
-        if record is None or self._tree.size(self._key(shard)) != record.digest.nbytes:
-            return None
-        return record
-
-    def _check_not_replaced(self, manifest: Manifest) -> None:
-        """Raise where another writer has replaced an object since we wrote it."""
-        sizes = self._tree.sizes(self._state.name)
-        for record in manifest.shards:
-            name = record.shard.file_name
-            there = sizes.get(name)
-            if there != record.digest.nbytes:
-                raise CorruptError(f"{name} has {there} bytes, not {record.digest.nbytes}")
-        for shard, version in self._versions.items():
-            key, nbytes, upload_id = (
-                self._key(shard),
-                sizes[shard.file_name],
-                self._upload_ids[shard],
-            )
-            if self._tree.version(key) == version:
-                continue
-            # A client that got no answer sends its request again, and S3 may carry out the first
-            # one after the second: a new version of the same bytes.
-            if not self._tree.is_uploaded(key, nbytes, upload_id):
-                raise CheckpointError(
-                    f"{self._tree.address}/{key} was written by another run meanwhile. "
-                    "Give each run a prefix of its own"
-                )
-
-    def _key(self, shard: Shard) -> str:
-        return f"{self._state.name}/{shard.file_name}"
-
 
 DEADLINE_S = 300.0
 FIRST_RESPONSE_TIMEOUT_S = 20.0
@@ -305,7 +127,9 @@ class ObjectStore:
             if state is None:
                 continue
             try:
-                states.append(StoredState(state, self.read_manifest(state), pins.get(state, ())))
+                manifest = self.read_manifest(state)
+                is_verified = names_verify(self._tree.sizes(name), manifest)
+                states.append(StoredState(state, manifest, pins.get(state, ()), is_verified))
             except NoStateError:
                 leftovers.append(name)
             except CheckpointError as exc:
@@ -356,17 +180,14 @@ class ObjectStore:
         return self._tree.read(key, begin, min(end, nbytes)) if begin < nbytes else b""
 
     def fetch_shard(self, record: ShardRecord, state: StateId, into: memoryview) -> None:
-        key = f"{state.name}/{record.shard.file_name}"
-        nbytes, shard_url = record.digest.nbytes, self._shard_url(state, record.shard)
-        size_bytes = self._tree.size(key)
-        if size_bytes is None:
-            raise CheckpointError(f"{shard_url} is not there")
-        if not size_bytes == nbytes == len(into):
-            raise CorruptError(f"{shard_url} has {size_bytes} bytes, {nbytes} were saved")
+        shard_url = self._shard_url(state, record.shard)
+        n_chunks = self._n_chunks(record, state)
+        if record.digest.nbytes != len(into):
+            raise CorruptError(f"{shard_url} has {record.digest.nbytes} bytes, not {len(into)}")
         with ThreadPoolExecutor(_CONNECTIONS, "gpuops-fetch") as pool:
             fetches = [
-                pool.submit(self._fetch_chunk, key, record, number, into)
-                for number in range(-(-nbytes // CHUNK_BYTES))
+                pool.submit(self._fetch_chunk, record, state, number, into)
+                for number in range(n_chunks)
             ]
             try:
                 for fetch in fetches:
@@ -378,10 +199,21 @@ class ObjectStore:
                     fetch.cancel()
 
     def read_back(
-        self, _record: ShardRecord, _state: StateId, *, throttle: Throttle = unthrottled
-    ) -> bool:
-        throttle(0)
-        return False
+        self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
+    ) -> None:
+        marker = f"{state.name}/{verified_file_name(record.shard)}"
+        if self._tree.size(marker) is not None:
+            return
+        try:
+            for number in range(self._n_chunks(record, state)):
+                throttle(CHUNK_BYTES)
+                self._read_chunk(record, state, number)
+        except CorruptError as exc:
+            raise CorruptError(f"{self._shard_url(state, record.shard)}: {exc}") from exc
+        self._tree.write(marker, b"")
+
+    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
+        self._tree.remove(f"{state.name}/{verified_file_name(record.shard)}")
 
     def delete(self, state: StateId) -> None:
         if tags := self._read_pins().get(state):
@@ -420,14 +252,30 @@ class ObjectStore:
         changed_s = self._tree.last_modified_s(folder)
         return changed_s is not None and self._clock.now_us() / 1e6 - changed_s > ABANDONED_S
 
-    def _fetch_chunk(self, key: str, record: ShardRecord, number: int, into: memoryview) -> None:
+    def _n_chunks(self, record: ShardRecord, state: StateId) -> int:
+        """Return the number of chunks of a shard that is there in its size."""
+        nbytes, shard_url = record.digest.nbytes, self._shard_url(state, record.shard)
+        size_bytes = self._tree.size(f"{state.name}/{record.shard.file_name}")
+        if size_bytes is None:
+            raise CheckpointError(f"{shard_url} is not there")
+        if size_bytes != nbytes:
+            raise CorruptError(f"{shard_url} has {size_bytes} bytes, {nbytes} were saved")
+        return -(-nbytes // CHUNK_BYTES)
+
+    def _fetch_chunk(
+        self, record: ShardRecord, state: StateId, number: int, into: memoryview
+    ) -> None:
+        chunk, at = self._read_chunk(record, state, number), number * CHUNK_BYTES
+        into[at : at + len(chunk)] = chunk
+
+    def _read_chunk(self, record: ShardRecord, state: StateId, number: int) -> bytes:
+        """Return a verified chunk."""
         at = number * CHUNK_BYTES
         end = min(at + CHUNK_BYTES, record.digest.nbytes)
         for _ in range(_FETCHES_MAX):
-            chunk = self._tree.read(key, at, end)
+            chunk = self.read_bytes(state, record.shard, at, end)
             if is_chunk_intact(chunk, record.digest, number):
-                into[at:end] = chunk
-                return
+                return chunk
         raise CorruptError(f"the chunk at byte {at} is not what was saved")
 
     def _read_pins(self) -> dict[StateId, tuple[str, ...]]:

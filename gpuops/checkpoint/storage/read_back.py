@@ -1,22 +1,24 @@
-"""Read the newest state in the directory back from the disk, and record which shards are intact.
+"""Read the newest persistent state back from the store, and record which shards are intact.
 
 A state counts as verified once all its shards were read back; each node reads those that it wrote.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.off_ranks import off_ranks
-from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.storage.api import CheckpointStore, NoStateError
 from gpuops.checkpoint.storage.persist import RetentionPolicy, prune
 from gpuops.checkpoint.storage.throttle import until_stopped
 from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard, StateId
 
 AGAIN_S = 5.0
+WAIT_S = 600.0  # other nodes have written their shards by then, or will not
+_WAITING_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +31,50 @@ class ReadBackTask:
     is_alone: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ReadBackResult:
+    """The state of ``task`` was read: ``nbytes``, and what retention has ``removed`` then.
+
+    ``damage``: why a shard is not what was saved, "" where all are.
+    """
+
+    task: ReadBackTask
+    nbytes: int = 0
+    removed: tuple[StateId, ...] = ()
+    damage: str = ""
+
+
 def run_read_back(
-    task: ReadBackTask,
+    tasks: Sequence[ReadBackTask],
     open_store: Callable[[str], CheckpointStore],
     should_stop: Callable[[], bool],
-) -> tuple[int, tuple[StateId, ...]]:
-    """Read the shards of *task* back; return their bytes, and what retention has removed.
+) -> ReadBackResult | None:
+    """Read the shards of the first of *tasks* whose state is complete; None: none of them is.
 
-    0 bytes: the store does not do that.
+    A damaged state is removed if this node wrote all of its shards.
 
     Raises:
-        CorruptError: One is not what was saved; if this node wrote all of them, the state was
-            removed.
-        CheckpointError: The state is not complete yet, cannot be read, or *should_stop* says so.
+        CheckpointError: The state cannot be read, or *should_stop* says so.
     """
-    assert task.policy.directory is not None
-    store = open_store(task.policy.directory)
-    manifest = store.read_manifest(task.state)
-    throttle = until_stopped(should_stop)
-    nbytes = 0
-    try:
-        for shard in sorted(task.shards):
-            record = manifest.record(shard)
-            if not store.read_back(record, task.state, throttle=throttle):
-                return 0, ()
-            nbytes += record.digest.nbytes
-    except CorruptError:
-        if task.is_alone:
-            with suppress(CheckpointError):  # it is pinned
-                store.delete(task.state)
-        raise
-    return nbytes, prune_old(store, task.policy, task.state)[0]
+    for task in tasks:
+        assert task.policy.directory is not None
+        store = open_store(task.policy.directory)
+        try:
+            manifest = store.read_manifest(task.state)
+        except NoStateError:  # removed, or another node still writes
+            continue
+        records = [manifest.record(shard) for shard in sorted(task.shards)]
+        try:
+            for record in records:
+                store.read_back(record, task.state, throttle=until_stopped(should_stop))
+        except CorruptError as exc:
+            if task.is_alone:
+                with suppress(CheckpointError):  # it is pinned
+                    store.delete(task.state)
+            return ReadBackResult(task, damage=str(exc))
+        nbytes = sum(record.digest.nbytes for record in records)
+        return ReadBackResult(task, nbytes, prune_old(store, task.policy, task.state)[0])
+    return None
 
 
 def prune_old(
@@ -75,7 +90,7 @@ def prune_old(
 
 @dataclass(slots=True)
 class ReadBack:
-    """Reads one state after the other back: of those that wait, the newest.
+    """Reads one state after the other back: of those that wait, the newest that is complete.
 
     *on_damaged* is called when a shard of this node is not what was saved.
     """
@@ -87,46 +102,59 @@ class ReadBack:
     is_ending: Callable[[], bool]
     rank_pids: Callable[[], Iterable[int]]
     on_damaged: Callable[[StateId], None]
-    _next: ReadBackTask | None = None
+    _waiting: list[ReadBackTask] = field(default_factory=list)  # the newest first
     _is_running: bool = False
     _not_before_s: float = 0.0
+    _requested_s: float = 0.0
 
     def request(self, task: ReadBackTask) -> None:
-        """Read the state of *task* back, instead of one that has waited until now."""
-        self._next, self._not_before_s = task, 0.0
+        """Read the state of *task* back, or an older one that waits if it is not complete yet."""
+        self._waiting, self._not_before_s = [task, *self._waiting][:_WAITING_MAX], 0.0
+        self._requested_s = self.clock_s()
         self.tick()
 
     def tick(self) -> None:
-        """Begin with the state that waits, if none is being read."""
-        task = self._next
-        if task is None or self._is_running or self.clock_s() < self._not_before_s:
-            return
-        self._next, self._is_running = None, True
-        run_task(self._run(task))
+        """Begin with a state that waits, if none is being read."""
+        if self._waiting and not self._is_running and self.clock_s() >= self._not_before_s:
+            self._is_running = True
+            run_task(self._run(tuple(self._waiting)))
 
-    async def _run(self, task: ReadBackTask) -> None:
+    async def _run(self, tasks: Sequence[ReadBackTask]) -> None:
         began_s = self.clock_s()
-        work = partial(run_read_back, task, self.open_store, self.is_ending)
+        work = partial(run_read_back, tasks, self.open_store, self.is_ending)
         try:
             done = await JobResult(self.jobs, JobKind.READ_BACK, off_ranks(self.rank_pids(), work))
-        except CorruptError as exc:
-            place = {"tier": "persistent", "directory": task.policy.directory}
-            self.events.add("corrupt", state=task.state, why=str(exc), **place)
-            self.on_damaged(task.state)
         except Exception:  # noqa: BLE001 boundary: any error of a file system; tried again
             self._not_before_s = self.clock_s() + AGAIN_S
-            self._next = self._next or task
         else:
-            nbytes, removed = done
-            if nbytes:
-                self.events.add(
-                    "read_back",
-                    state=task.state,
-                    seconds=self.clock_s() - began_s,
-                    bytes=nbytes,
-                    directory=task.policy.directory,
-                    removed=list(removed),
-                )
+            self._on_done(tasks, done, self.clock_s() - began_s)
         finally:
             self._is_running = False
         self.tick()
+
+    def _on_done(
+        self, tasks: Sequence[ReadBackTask], done: ReadBackResult | None, seconds: float
+    ) -> None:
+        """Report what was read; what is older does not matter any more."""
+        newer = tasks if done is None else tasks[: tasks.index(done.task)]
+        kept = [task for task in newer if not task.is_alone]  # its own state was removed
+        self._waiting = [task for task in self._waiting if task in kept or task not in tasks]
+        if done is None:
+            self._not_before_s = self.clock_s() + AGAIN_S
+            if self.clock_s() - self._requested_s > WAIT_S:
+                self._waiting = []
+            return
+        state, directory = done.task.state, done.task.policy.directory
+        if done.damage:
+            place = {"tier": "persistent", "directory": directory}
+            self.events.add("corrupt", state=state, why=done.damage, **place)
+            self.on_damaged(state)
+            return
+        self.events.add(
+            "read_back",
+            state=state,
+            seconds=seconds,
+            bytes=done.nbytes,
+            directory=directory,
+            removed=list(done.removed),
+        )

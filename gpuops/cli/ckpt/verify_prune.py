@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 from rich.console import Console
@@ -124,6 +124,10 @@ def _verify_states(
     with bytes_progress(quiet=as_json) as progress:
         for stored in chosen:
             problems = verify_with_progress(store, stored, progress)
+            if problems and stored.is_verified:
+                with suppress(CheckpointError):  # it may not be writable here
+                    for record in stored.manifest.shards:
+                        store.forget_read_back(record, stored.state)
             found.append(_result(stored.state.name, stored, problems))
     return {"address": store.address, "checkpoints": found}
 

@@ -20,7 +20,7 @@ LIST_COLUMNS = ("step", "epoch", "age", "world", "size", "files", "pinned", "nam
 WIDTH_UNLIMITED = 10_000  # names are not truncated, so that they can be copied
 TENSORS_SHOWN = 40
 SIZES_ONLY = (
-    "sizes ok: every file exists with its size; verified: it was also read back from the disk;\n"
+    "sizes ok: every file exists with its size; verified: it was also read back;\n"
     "`gpuops ckpt verify` checks the content now"
 )
 SHARDS_SHOWN = 16

@@ -3,6 +3,7 @@
 from collections import deque
 
 import pytest
+from support.checkpoint_images import ORIGIN, images
 from support.keeper_ranks import fill, layout_of
 
 from gpuops.checkpoint.keeper.core import KeeperCore
@@ -13,7 +14,8 @@ from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.storage.read_back import AGAIN_S
+from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.storage.read_back import AGAIN_S, WAIT_S, ReadBackTask
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 
@@ -180,14 +182,24 @@ def test_what_was_persisted_is_read_back_and_written_again_if_it_is_damaged(node
     assert [(it.state, it.is_verified) for it in store.list_states()] == [(second, True)]
 
 
-def test_what_cannot_be_read_back_yet_is_tried_again(node, tmp_path):
+def test_what_cannot_be_read_back_yet_is_tried_again_and_what_was_removed_is_not(node, tmp_path):
     store = open_any_store(str(tmp_path / "states"))
     policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0)
     node.start().core.set_policy(policy)
-    node.go().save(1)
+    removed = node.go().save(1)
+    node.jobs.do("persist")
+    store.delete(removed)
+    node.jobs.do("read_back")
+    node.now_s += AGAIN_S
+    node.core.tick()
+    assert not node.jobs.waiting["read_back"]
+
+    node.save(2)
     node.jobs.do("persist")
     (tmp_path / "states").rename(tmp_path / "away")
+    (tmp_path / "states").touch()
     node.jobs.do("read_back")
+    (tmp_path / "states").unlink()
     (tmp_path / "away").rename(tmp_path / "states")
     node.core.tick()
     assert not node.jobs.waiting["read_back"]
@@ -197,6 +209,33 @@ def test_what_cannot_be_read_back_yet_is_tried_again(node, tmp_path):
     node.jobs.do("read_back")
 
     assert [it.is_verified for it in store.list_states()] == [True]
+
+
+def test_of_the_states_that_several_nodes_write_the_newest_complete_one_is_read_back(
+    node, tmp_path
+):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address)
+    first, second = StateId(0, 1), StateId(0, 2)
+    read_back = node.core.persister.read_back
+    for state in (first, second):  # another node has not written its shards yet
+        read_back.request(ReadBackTask(state, [Shard(0, 2)], policy, is_alone=False))
+        node.jobs.do("read_back")
+    with images(2) as shards:
+        persist(store, first, shards, origin=ORIGIN)
+
+    for _ in range(3):
+        node.now_s += AGAIN_S
+        node.core.tick()
+        assert node.jobs.waiting["read_back"]
+        node.jobs.do("read_back")
+    assert [event["state"] for event in events(node, "read_back")] == [[0, 1]]
+    node.now_s += WAIT_S
+    node.core.tick()
+    node.jobs.do("read_back")
+    node.now_s += AGAIN_S
+    node.core.tick()
+    assert not node.jobs.waiting["read_back"], "the node has been lost"
 
 
 @pytest.fixture

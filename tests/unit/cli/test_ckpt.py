@@ -278,6 +278,18 @@ def test_verify_is_0_for_whole_and_1_for_damaged(store, ckpt):
     assert body["checkpoints"][1]["problems"][0]["kind"] == "flipped"
 
 
+def test_a_state_that_verify_finds_damaged_is_verified_no_more(store, ckpt):
+    state = make_state(store, RANKS, step=12)
+    for record in store.read_manifest(state).shards:
+        store.read_back(record, state)
+    assert ckpt("verify")[0] == 0
+    assert json.loads(ckpt("ls", "--json")[1])["checkpoints"][0]["verified"]
+    damage(store, state, Shard(1, 2))
+
+    assert ckpt("verify")[0] == 1
+    assert not json.loads(ckpt("ls", "--json")[1])["checkpoints"][0]["verified"]
+
+
 def test_a_newest_state_that_is_damaged_is_not_passed_over_by_verify(store, ckpt):
     make_state(store, RANKS, step=12)
     state = make_state(store, RANKS, step=13)

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import xxhash
 
-from gpuops.checkpoint.agreement.replicated import SETS_MAX, from_spans, to_spans
+from gpuops.checkpoint.agreement.replicated import (
+    SETS_MAX,
+    from_spans,
+    read_replicated,
+    to_spans,
+)
 from gpuops.checkpoint.types import WORLD_MAX, Shard
 from gpuops.wire.messages import Limit, Message
 
 if TYPE_CHECKING:  # it imports this module
-    from gpuops.checkpoint.image import TensorSpec
+    from gpuops.checkpoint.image import ImageLayout, TensorSpec
 
 KEY = "shared"
 MARK = b'\\"shared\\":[{'  # in the header of an image that shares, and in no other
@@ -165,6 +170,20 @@ def share(
             if owner != shard.rank or spec.name in on_device
         ),
     )
+
+
+def held_alike(layout: "ImageLayout") -> list[SharedTensors]:
+    """Return what the image has or names that must be equal on several ranks.
+
+    What its rank does not share on its node is as if the rank shared it with itself.
+    """
+    specs = [tensor.spec for tensor in layout.tensors]
+    listed = read_replicated(layout.header, layout.shard, len(specs))
+    alone = (
+        share(layout.shard, each.ranks, [specs[n] for n in each.tensors], [layout.shard.rank])
+        for each in listed
+    )
+    return [*layout.shared, *alone]
 
 
 def to_json(shared: Sequence[SharedTensors]) -> list[dict[str, Any]]:

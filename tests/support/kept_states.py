@@ -77,7 +77,7 @@ class Keeper:
         self.chosen, self.shard, self.ranks = None, shard, 0
         self.due, self.holders, self.acks = [], [], {}
 
-    def replicate(self, holders, keep, *, nodes=()):
+    def replicate(self, holders, keep=(), *, nodes=(), ranks=()):
         self._check()
         self.nodes = list(nodes)
         self.holders, self.keep = [peer.name for peer in holders], list(keep)

@@ -73,9 +73,9 @@ class Node:
             line.restore_point(deadline_s) for line in self.lines[1:]
         ]
 
-    def reserve(self, shards, world, **kwargs):
+    def reserve(self, shards, world, *, rank_class=Rank, **kwargs):
         self.ranks = [
-            Rank(line, rank, world, **kwargs).reserve()
+            rank_class(line, rank, world, **kwargs).reserve()
             for line, rank in zip(self.lines, shards, strict=True)
         ]
 
@@ -154,7 +154,9 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=
             before = [other for other in nodes if other.name in placed.owners_of(node.name)]
             after = [other for other in nodes if other.name in placed.holders(node.name)]
         keep = [Shard(rank, world) for o in before if o is not node for rank in posts[o]]
-        node.agent.replicate([other.peer for other in after if other is not node], keep)
+        holders = [other for other in after if other is not node]
+        ranks = [(posts[other][0], posts[other][-1] + 1) for other in holders]
+        node.agent.replicate([other.peer for other in holders], keep, ranks=ranks)
     for node in nodes:
         node.agent.restore_from(state, epoch, (sources or {}).get(node))
     for node in nodes:

@@ -390,28 +390,21 @@ class CommitFollower:
 
     def _replicate(self, client: KeeperClient, roster: Roster, plan: GenerationPlan) -> None:
         """Have the keeper exchange copies with its peers; those that push to it come first."""
-        holders, keep = self._copies(roster, plan)
-        me, placement = self._location.me.node, plan.placement
-        nearest = placement.owners_of(me) if placement and me in placement.nodes else ()
-        nodes = [plan.peers[node][0] for node in (*nearest, *plan.peers) if node in plan.peers]
-        client.replicate(holders, keep, nodes=nodes)
-
-    def _copies(
-        self, roster: Roster, plan: GenerationPlan
-    ) -> tuple[list[KeeperAddress], list[Shard]]:
-        """Return the holders of this node's copies, and the shards that other nodes send."""
         me, placement, peers = self._location.me.node, plan.placement, _peers(plan)
         if placement is None or me not in placement.nodes:
-            return [], []
-        world = roster.world_size
-        positions = {member.node: place for place, member in enumerate(roster.members)}
-        keep = []
-        for owner in placement.owners_of(me)[1:]:
-            if owner in positions:
-                first = roster.first_rank(positions[owner])
-                n_ranks = roster.members[positions[owner]].n_workers
-                keep += [Shard(rank, world) for rank in range(first, first + n_ranks)]
-        return [peers[node] for node in placement.holders(me)[1:] if node in peers], keep
+            client.replicate([], nodes=[peer.host for peer in peers.values()])
+            return
+        agents = {member.node: member.agent for member in roster.members}
+        owners, holders = placement.owners_of(me), placement.holders(me)
+        ranks = {node: roster.ranks(agents[node]) for node in {*owners, *holders} & agents.keys()}
+        nearest = (*owners, *plan.peers)
+        served = [node for node in holders[1:] if node in peers]
+        client.replicate(
+            [peers[node] for node in served],
+            [Shard(r, roster.world_size) for node in owners[1:] for r in ranks.get(node, ())],
+            nodes=[peers[node].host for node in nearest if node in peers],
+            ranks=[(it.start, it.stop) for it in (ranks.get(n, range(0)) for n in served)],
+        )
 
     def _warn_if_colocated(self, now: _Generation) -> None:
         """Warn once, on the first node, that copies share a failure domain."""

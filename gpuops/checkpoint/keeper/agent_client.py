@@ -110,12 +110,15 @@ class KeeperClient:
         *,
         bytes_per_s: float | None = None,
         nodes: Sequence[str] = (),
+        ranks: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Push every complete state of this node to *holders* from now on; none: to nobody.
 
         *keep*: which shards of other nodes may be pushed here. Replicas of other shards stay until
         the next commit. *bytes_per_s*: the rate limit of all pushes together. *nodes*: the
         addresses of the job's nodes, nearest first, which unauthenticated clients never keep out.
+        *ranks*: the first rank of each holder and the one after its last; what these hold alike is
+        not sent to it.
         """
         self._connection.call(
             Done,
@@ -124,6 +127,7 @@ class KeeperClient:
             keep=keep,
             bytes_per_s=bytes_per_s,
             nodes=list(dict.fromkeys(nodes))[:ADDRESSES_MAX],
+            ranks=ranks,
         )
 
     def restore_from(

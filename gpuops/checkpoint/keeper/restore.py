@@ -76,14 +76,21 @@ class RestoreFinder:
         for state in by_state:
             table.pin(state, pin)
         borrowed, peers = self._from_peers(instructions)
-        for state, replicas in borrowed.shards.items():
-            own = by_state.get(state, {})
-            # A state of the same name but of another world is not mixed with ours.
-            worlds = {shard.world for shard in own}
-            fitting = {s: found for s, found in replicas.items() if not worlds or s.world in worlds}
-            by_state[state] = {**fitting, **own}
 
         def find() -> StateSearchResult:
+            needed = criteria.shards
+            borrowed.compose(
+                lambda state: not needed or not needed <= by_state.get(state, {}).keys(),
+                self.allocate,
+            )
+            for state, replicas in borrowed.shards.items():
+                own = by_state.get(state, {})
+                # A state of the same name but of another world is not mixed with ours.
+                worlds = {shard.world for shard in own}
+                by_state[state] = {
+                    **{s: it for s, it in replicas.items() if not worlds or s.world in worlds},
+                    **own,
+                }
             store = self.open_store(directory) if directory else None
             return find_restorable(
                 by_state,

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
+from gpuops.checkpoint.peers.alike import ComposedImage, PiecePlans
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import PushResult, push
 from gpuops.checkpoint.transfer.connection import TransferLimits
@@ -98,10 +99,12 @@ class _PushTask:
 class _Holder:
     """``is_gone``: commits do not wait for it. ``retry_at_s``: nothing is pushed to it before.
 
-    ``n_broken``: the number of consecutive pushes that sent something and failed.
+    ``ranks``: those that run there. ``n_broken``: the number of consecutive pushes that sent
+    something and failed.
     """
 
     peer: KeeperAddress
+    ranks: range = range(0)
     task: _PushTask | None = None
     failing_since_s: float | None = None
     is_gone: bool = False
@@ -162,17 +165,19 @@ class ReplicaPusher:
     pushed_bytes: int = 0
     _holders: dict[KeeperAddress, _Holder] = field(default_factory=dict)
     _n_pins: int = 0
+    _plans: PiecePlans = field(default_factory=PiecePlans)
     _cadence: SaveCadence = field(default_factory=SaveCadence)
 
-    def set_holders(self, holders: Sequence[KeeperAddress]) -> None:
-        """Push to *holders* from now on, and to no other."""
+    def set_holders(self, holders: Sequence[KeeperAddress], ranks: Sequence[range] = ()) -> None:
+        """Push to *holders* from now on, and to no other; *ranks* are those of each."""
         for peer in set(self._holders) - set(holders):
             self._cancel(self._holders.pop(peer))
             for saved in self.memory.buffer_table.complete.values():
                 # It may drop its replicas; if it becomes a holder again, it is asked.
                 saved.arrived = {pair for pair in saved.arrived if pair[1] != peer}
-        for peer in holders:
-            self._holders.setdefault(peer, _Holder(peer))
+        for number, peer in enumerate(holders):
+            holder = self._holders.setdefault(peer, _Holder(peer))
+            holder.ranks = ranks[number] if number < len(ranks) else range(0)
         self.push_next()
 
     def stop(self) -> None:
@@ -258,9 +263,8 @@ class ReplicaPusher:
         copy, table = entry.copy, self.memory.buffer_table
         since_s = now_s if holder.failing_since_s is None else holder.failing_since_s
         is_probe = holder.is_gone
-        task = _PushTask(
-            copy.state, copy.shard, copy.digest.nbytes, now_s, now_s if is_probe else since_s
-        )
+        nbytes = self._plans.known_remainder_bytes(entry, holder.ranks)
+        task = _PushTask(copy.state, copy.shard, nbytes, now_s, now_s if is_probe else since_s)
         holder.task = task
         self._n_pins += 1
         owner = f"push-{self._n_pins}"
@@ -290,11 +294,37 @@ class ReplicaPusher:
             task.moved_s, task.has_moved = self.clock_s(), True
 
         pace = _ObservedPace(self.pace, moved)
-        run_task(
-            self._run(
-                holder, task, owner, partial(push, holder.peer, job, offer, pinned, terms, pace)
+        transfer = partial(push, holder.peer, job, options=terms, pace=pace)
+        work = partial(self._push_image, entry, holder.ranks, offer, pinned, transfer)
+        run_task(self._run(holder, task, owner, work))
+
+    def _push_image(
+        self,
+        entry: MemoryShard,
+        ranks: range,
+        offer: PushOffer,
+        image: PinnedCopy,
+        transfer: Callable[..., PushResult],
+    ) -> PushResult:
+        """Push what *ranks* of the holder do not hold alike, or all if they have other bytes."""
+        if pieces := self._plans.remainder(entry, ranks):
+            part = ComposedImage(pieces, {offer.shard: entry.memory.view})
+            digest = part.digest(chunk_bytes=_LIMITS.chunk_bytes)
+            part_offer = replace(
+                offer,
+                nbytes=digest.nbytes,
+                root=digest.root,
+                image_nbytes=offer.nbytes,
+                image_root=offer.root,
             )
-        )
+            try:
+                return transfer(
+                    part_offer, PinnedCopy(-1, digest, read=part.read), image=image.digest
+                )
+            except TransferRefusedError as exc:
+                if exc.code is not TransferRefusal.NOT_ALIKE:
+                    raise
+        return transfer(offer, image)
 
     async def _run(
         self, holder: _Holder, task: _PushTask, owner: str, work: Callable[[], PushResult]
@@ -325,7 +355,7 @@ class ReplicaPusher:
         """Return how many bytes of *state* are still to be sent to live holders."""
         own_shards, arrived = self.own_shards(), self._arrived(state)
         return sum(
-            entry.copy.digest.nbytes
+            self._plans.known_remainder_bytes(entry, holder.ranks)
             for shard, entry in self.memory.complete_shards(state).items()
             if shard in own_shards
             for holder in self._holders.values()
@@ -344,6 +374,9 @@ class ReplicaPusher:
 
     def _on_failed(self, holder: _Holder, task: _PushTask, error: BaseException | None) -> None:
         now_s = self.clock_s()
+        if isinstance(error, TransferRefusedError) and error.code is TransferRefusal.NOT_SAVED:
+            holder.retry_at_s = now_s + RETRY_S
+            return
         is_permanent = isinstance(error, CorruptError) or (
             isinstance(error, TransferRefusedError) and error.code in _PERMANENT
         )

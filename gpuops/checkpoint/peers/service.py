@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated
 
 from gpuops.checkpoint.keeper.jobs import NICE_PUSH, EventQueue, JobKind, Jobs, lower_priority
-from gpuops.checkpoint.keeper.messages import Addresses, Name, Peers, Port, Shards
+from gpuops.checkpoint.keeper.messages import Addresses, Name, Peers, Port, RankRanges, Shards
 from gpuops.checkpoint.memory.node_memory import (
     MemoryShard,
     NodeMemory,
@@ -23,9 +23,10 @@ from gpuops.checkpoint.memory.node_memory import (
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey
+from gpuops.checkpoint.peers.alike import ComposedImage, roots_of
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher
-from gpuops.checkpoint.peers.source import ReplicaSource
+from gpuops.checkpoint.peers.source import OwnStates, ReplicaSource
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
@@ -56,8 +57,10 @@ class _RunningServer:
     job: JobCredentials
     replicas: ReplicaStore
     server: TransferServer
+    own: OwnStates
 
     def close(self) -> None:
+        self.own.close()
         self.server.close()
         self.replicas.close()
 
@@ -68,6 +71,22 @@ class BorrowedReplicas:
 
     shards: dict[StateId, dict[Shard, MemoryShard]] = field(default_factory=dict)
     pinned: list[PinnedCopy] = field(default_factory=list)
+    composed: list[tuple[ShardCopy, ComposedImage]] = field(default_factory=list)
+
+    def compose(
+        self, is_wanted: Callable[[StateId], bool], allocate: Callable[[int], SharedBuffer]
+    ) -> None:
+        """Make the images of which parts are elsewhere on this node, where they fit into memory.
+
+        While that runs, the states of this node's ranks must be pinned.
+        """
+        for copy, image in self.composed:
+            if is_wanted(copy.state):
+                with suppress(CheckpointError):
+                    memory = allocate(image.nbytes)
+                    image.copy_to(memory.view)
+                    entry = MemoryShard(copy, _NO_SLOT, memory)
+                    self.shards.setdefault(copy.state, {})[copy.shard] = entry
 
     def close(self) -> None:
         """Unpin them; ranks that have opened one keep their mapping."""
@@ -129,9 +148,12 @@ class PeerService:
             raise KeeperError(f"{address[:100]!r} is not an address of this node") from exc
         self._memory.node = node
         job_pass = JobCredentials(job, token, epoch=self._epoch)
-        replicas = ReplicaStore(node, self._allocator.allocate, bytes_max=_BYTES_MAX)
+        own = OwnStates(self._memory, self._jobs)
+        replicas = ReplicaStore(
+            node, self._allocator.allocate, bytes_max=_BYTES_MAX, pin_own=own.pin_expected
+        )
         replicas.keep_only(self._stored_for_peers)
-        source = ReplicaSource(self._memory, replicas, self._jobs, self._on_own_damage)
+        source = ReplicaSource(own, replicas, self._jobs, self._on_own_damage)
         try:
             server = _first_that_starts(
                 [
@@ -149,7 +171,7 @@ class PeerService:
         except CheckpointError as exc:
             raise KeeperError(str(exc)) from exc
         server.set_peers(self._nodes)
-        self._running = _RunningServer(requested, job_pass, replicas, server)
+        self._running = _RunningServer(requested, job_pass, replicas, server, own)
         self.pusher.job = job_pass
         interface = interface_of(address)
         self.pusher.pace.watch(Traffic(interface).sent_bytes if interface else None)
@@ -161,11 +183,13 @@ class PeerService:
         keep: Shards,
         bytes_per_s: Annotated[float | None, Limit(1e15, low=1)] = None,
         nodes: Addresses = (),
+        ranks: RankRanges = (),
     ) -> None:
         """Push saved states to *holders*; accept the shards *keep* of other nodes.
 
         Replicas of other shards stay until the next commit: there may be no other copies. *nodes*:
-        the addresses of the job's nodes, for which the server keeps places.
+        the addresses of the job's nodes, for which the server keeps places. *ranks*: the first rank
+        of each holder and the one after its last, () where they are not known.
 
         Raises:
             KeeperError: This keeper serves no peers yet, or there are too many holders.
@@ -179,11 +203,11 @@ class PeerService:
         self._nodes = (*nodes, *(holder.host for holder in holders))
         if running is not None:
             running.server.set_peers(self._nodes)
-            present = {copy.shard for copy in running.replicas.copies()}
+            present = {copy.shard for copy in self.copies()}
             self._has_surplus = not present <= self._stored_for_peers
             running.replicas.keep_only(self._stored_for_peers | present)
         self.pusher.pace.set_rate(bytes_per_s)
-        self.pusher.set_holders(holders)
+        self.pusher.set_holders(holders, [range(*each) for each in ranks])
 
     def fetch_state(
         self,
@@ -214,10 +238,15 @@ class PeerService:
         replicas = self._running.replicas if self._running else None
         for copy in self.copies():
             is_wanted = state is None or copy.state == state
-            pinned_copy = replicas.open(copy.state, copy.shard) if replicas and is_wanted else None
-            if pinned_copy is None:
+            found = replicas.open_any(copy.state, copy.shard) if replicas and is_wanted else None
+            if found is None:
                 continue
+            pinned_copy = found.pinned
             borrowed.pinned.append(pinned_copy)
+            if found.rest is not None:
+                image = found.image(self._memory.complete_shards(copy.state))
+                borrowed.composed += [(copy, image)] if image is not None else []
+                continue
             memory = SharedBuffer.attach(open_read_only(pinned_copy.fd), writable=False)
             entry = MemoryShard(replace(copy, digest=pinned_copy.digest), _NO_SLOT, memory)
             borrowed.shards.setdefault(copy.state, {})[copy.shard] = entry
@@ -250,12 +279,19 @@ class PeerService:
         adopted, self._adopted = self._adopted, set()
         if self._running is None or not adopted:
             return False
-        present = {copy.shard for copy in self._running.replicas.copies()}
+        present = {copy.shard for copy in self.copies()}
         self._running.replicas.keep_only(self._stored_for_peers | (present - adopted))
         return True
 
     def copies(self) -> list[ShardCopy]:
-        return self._running.replicas.copies() if self._running else []
+        """Return the complete replicas: of some, own ranks must still have a part."""
+        if self._running is None:
+            return []
+
+        def own_roots(state: StateId) -> Mapping[Shard, str]:
+            return roots_of(self._memory.complete_shards(state))
+
+        return self._running.replicas.copies(own_roots)
 
     # Events.
 

@@ -1,10 +1,14 @@
 """What a keeper serves to other nodes: its replicas, and the states of its own ranks."""
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from gpuops.checkpoint.keeper.jobs import Jobs
 from gpuops.checkpoint.memory.node_memory import NodeMemory
+from gpuops.checkpoint.peers.alike import OwnImages, no_images
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.wire import TransferRefusal, TransferRefusedError
@@ -12,63 +16,66 @@ from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 
 # The thread of the messages never works for long.
 PIN_TIMEOUT_S = 5.0
+# The ranks of a job save a state at about the same time; a refused owner tries again later.
+SAVED_WAIT_S = 1.0
+_RECHECK_S = 0.02
+T = TypeVar("T")
 
 
-class ReplicaSource:
-    """The source of a keeper's server; its threads call `open`.
+class OwnStates:
+    """What this node's own ranks saved, for threads other than that of the messages.
 
-    States of this node's own ranks are pinned only by the thread of the messages, so that one
-    thread decides which slot is granted next and which may be read.
+    Only that thread pins these states, so that one thread decides which slot is granted next and
+    which may be read.
     """
 
-    def __init__(
-        self,
-        memory: NodeMemory,
-        replicas: ReplicaStore,
-        jobs: Jobs,
-        on_damage: Callable[[StateId, Shard, int], None],
-        *,
-        timeout_s: float = PIN_TIMEOUT_S,
-    ) -> None:
-        self._memory = memory
-        self._replicas = replicas
-        self._jobs = jobs
-        self._on_damage = on_damage
-        self._timeout_s = timeout_s
+    def __init__(self, memory: NodeMemory, jobs: Jobs, *, timeout_s: float = PIN_TIMEOUT_S) -> None:
+        self._memory, self._jobs, self._timeout_s = memory, jobs, timeout_s
         self._n_pins = 0
+        self._is_closed = False
+        self._waiting: set[Future[Any]] = set()
 
-    def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
-        """Return a complete copy, pinned; None where there is none.
+    def call(self, work: Callable[[], T]) -> T:
+        """Return the result of *work* in the thread of the messages.
 
         Raises:
             TransferRefusedError: This keeper is too busy to answer.
         """
-        found = self._replicas.open(state, shard)
-        if found is not None:
-            return found
-        pinned: Future[PinnedCopy | None] = Future()
+        done: Future[T] = Future()
+        self._waiting.add(done)
 
         def do() -> None:
-            if not pinned.set_running_or_notify_cancel():
+            if not done.set_running_or_notify_cancel():
                 return
             try:
-                pinned.set_result(self._pin_own(state, shard))
+                done.set_result(work())
             except CheckpointError as exc:
-                pinned.set_exception(exc)
+                done.set_exception(exc)
 
         self._jobs.post(do)
+        if self._is_closed:
+            done.cancel()
         try:
-            return pinned.result(self._timeout_s)
-        except TimeoutError:
-            if pinned.cancel():
+            return done.result(self._timeout_s)
+        except (TimeoutError, CancelledError):
+            if done.cancelled() or done.cancel():
                 raise TransferRefusedError(
                     TransferRefusal.BUSY, "this keeper is too busy to answer"
                 ) from None
-            return pinned.result()
+            return done.result()
+        finally:
+            self._waiting.discard(done)
 
-    def _pin_own(self, state: StateId, shard: Shard) -> PinnedCopy | None:
-        entry = self._memory.complete_shards(state).get(shard)
-        if entry is None:
+    def close(self) -> None:
+        """Have no thread wait any longer for that of the messages, which calls this."""
+        self._is_closed = True
+        for done in list(self._waiting):
+            done.cancel()
+
+    def pin(self, state: StateId) -> OwnImages | None:
+        """Return the images of a complete state; in the thread of the messages."""
+        shards = self._memory.complete_shards(state)
+        if not shards:
             return None
         self._n_pins += 1
         owner = f"serve-{self._n_pins}"
@@ -79,10 +86,88 @@ class ReplicaSource:
             table.unpin(owner)
             self._memory.release()
 
+        return OwnImages(shards, release=lambda: self._jobs.post(unpin))
+
+    def pin_expected(self, state: StateId) -> OwnImages:
+        """As `pin`, from other threads; waits a moment for a state that is being saved.
+
+        Raises:
+            TransferRefusedError: It is not saved yet, or will not be.
+        """
+        end_s = time.monotonic() + SAVED_WAIT_S
+        while True:
+            own, is_expected = self.call(lambda: (self.pin(state), self._is_expected(state)))
+            if own is not None:
+                return own
+            if not is_expected:
+                return no_images(state)
+            if time.monotonic() >= end_s:
+                raise TransferRefusedError(
+                    TransferRefusal.NOT_SAVED, f"the ranks here have not saved {state} yet"
+                )
+            time.sleep(_RECHECK_S)
+
+    def _is_expected(self, state: StateId) -> bool:
+        table = self._memory.buffer_table
+        is_ahead = table.decided is None or table.decided < state
+        return (
+            table.epoch is None
+            or state == table.in_flight
+            or (table.epoch == state.epoch and is_ahead)
+        )
+
+
+class ReplicaSource:
+    """The source of a keeper's server; its threads call `open`."""
+
+    def __init__(
+        self,
+        own: OwnStates,
+        replicas: ReplicaStore,
+        jobs: Jobs,
+        on_damage: Callable[[StateId, Shard, int], None],
+    ) -> None:
+        self._own = own
+        self._replicas = replicas
+        self._jobs = jobs
+        self._on_damage = on_damage
+
+    def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
+        """Return a complete copy, pinned; None where there is none.
+
+        Raises:
+            TransferRefusedError: This keeper is too busy to answer.
+        """
+        found = self._replicas.open(state, shard)
+        if found is not None:
+            return found
+        return self._own.call(lambda: self._open_own(state, shard))
+
+    def _open_own(self, state: StateId, shard: Shard) -> PinnedCopy | None:
+        own = self._own.pin(state)
+        if own is None:
+            return None
+        entry = own.shards.get(shard)
+        if entry is None:
+            return self._open_composed(state, shard, own)
         return PinnedCopy(
             entry.memory.fd,
             entry.copy.digest,
-            release=lambda: self._jobs.post(unpin),
+            release=own.release,
             on_damage=lambda number: self._jobs.post(lambda: self._on_damage(state, shard, number)),
             view=entry.memory.view,
         )
+
+    def _open_composed(self, state: StateId, shard: Shard, own: OwnImages) -> PinnedCopy | None:
+        replica = self._replicas.open_any(state, shard)
+        image = replica.image(own.shards) if replica is not None else None
+
+        def release() -> None:
+            own.release()
+            if replica is not None:
+                replica.pinned.release()
+
+        if replica is None or image is None:
+            release()
+            return None
+        return replace(replica.pinned, fd=-1, view=None, read=image.read, release=release)

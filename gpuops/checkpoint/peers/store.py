@@ -6,17 +6,26 @@ flight at a time: a push of the next one implies that the last was committed or 
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from gpuops.checkpoint.digest import HASH_BYTES
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy
+from gpuops.checkpoint.peers.alike import (
+    ComposedReplica,
+    OwnImages,
+    PiecePlans,
+    Rest,
+    no_images,
+    roots_of,
+)
+from gpuops.checkpoint.transfer.chunks import ChunkTracker, PinnedCopy, once
 from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
 from gpuops.checkpoint.types import (
     CHUNK_BYTES,
     CheckpointError,
+    CorruptError,
     Digest,
     Shard,
     ShardCopy,
@@ -36,6 +45,7 @@ class _ReplicaSlot:
     copy: ShardCopy | None = None  # complete and verified
     inbox: "ReplicaInbox | None" = None  # being received
     previous_digest: Digest | None = None  # of the former content
+    rest: Rest | None = None  # where it has only the remainder of the copy
     pins: int = 0  # number of readers
 
     @property
@@ -51,6 +61,8 @@ class ReplicaInbox:
     slot: _ReplicaSlot
     push: PushOffer
     tracker: ChunkTracker
+    image: Digest | None = None  # where the remainder of it is received
+    rest: Rest | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     n_writers: int = 0
     is_cancelled: bool = False
@@ -58,8 +70,11 @@ class ReplicaInbox:
     def is_wanted(self) -> bool:
         return not self.is_cancelled
 
+    def check(self) -> Generator[None, None, None]:
+        return self.store._check(self)  # noqa: SLF001 the two classes share their state
+
     def complete(self) -> None:
-        self.store._complete(self)  # noqa: SLF001 the two classes share their state
+        self.store._complete(self)  # noqa: SLF001
 
     def detach(self) -> None:
         self.store._detach(self)  # noqa: SLF001
@@ -69,7 +84,8 @@ class ReplicaStore:
     """The replicas that *node* has for others: source and sink of its server. Thread-safe.
 
     *allocate* is called with a name and a size; its `CheckpointError` or OSError means "no room".
-    All slots together have at most *bytes_max*.
+    All slots together have at most *bytes_max*. *pin_own* returns what the own ranks saved of a
+    state, or raises TransferRefusedError.
     """
 
     def __init__(
@@ -79,8 +95,11 @@ class ReplicaStore:
         *,
         bytes_max: int,
         chunk_bytes: int = CHUNK_BYTES,
+        pin_own: Callable[[StateId], OwnImages] | None = None,
     ) -> None:
         self._node, self._allocate = node, allocate
+        self._pin_own = pin_own or no_images
+        self._plans = PiecePlans()
         self._bytes_max, self._chunk_bytes = bytes_max, chunk_bytes
         self._lock = threading.Lock()
         self._slots: dict[Shard, list[_ReplicaSlot]] = {}
@@ -127,10 +146,17 @@ class ReplicaStore:
                 if slot.inbox is not None and slot.inbox.push.state.epoch < epoch:
                     self._drop_inbox(slot)
 
-    def copies(self) -> list[ShardCopy]:
-        """Return the complete copies, newest first."""
+    def copies(
+        self, own_roots: Callable[[StateId], Mapping[Shard, str]] = lambda _state: {}
+    ) -> list[ShardCopy]:
+        """Return the complete copies, newest first; *own_roots* are those of the own ranks."""
         with self._lock:
-            found = [slot.copy for slot in self._all_slots() if slot.copy is not None]
+            found = [
+                slot.copy
+                for slot in self._all_slots()
+                if slot.copy is not None
+                and (slot.rest is None or slot.rest.roots == own_roots(slot.copy.state))
+            ]
         return sorted(found, key=lambda copy: (copy.state, copy.shard), reverse=True)
 
     def take_damaged(self) -> list[tuple[ShardCopy, int]]:
@@ -157,28 +183,42 @@ class ReplicaStore:
 
     def open(self, state: StateId, shard: Shard) -> PinnedCopy | None:
         """Return the copy of *shard* of *state*, pinned, None where it is not complete here."""
+        found = self.open_any(state, shard)
+        if found is not None and found.rest is not None:
+            found.pinned.release()
+            return None
+        return found.pinned if found is not None else None
+
+    def open_any(self, state: StateId, shard: Shard) -> ComposedReplica | None:
+        """As `open`, also where the slot has only the remainder of the copy."""
         with self._lock:
             for slot in self._slots.get(shard, ()):
-                copy = slot.copy
-                if copy is not None and copy.state == state:
+                if (copy := slot.copy) is not None and copy.state == state:
                     slot.pins += 1
-                    return PinnedCopy(
-                        slot.memory.fd,
-                        copy.digest,
-                        release=_once(partial(self._unpin, slot)),
-                        on_damage=partial(self._on_damage, slot, copy),
-                        view=slot.memory.view,
-                    )
+                    release = once(partial(self._unpin, slot))
+                    on_damage = partial(self._on_damage, slot, copy)
+                    memory = slot.memory
+                    pinned = PinnedCopy(memory.fd, copy.digest, release, on_damage, memory.view)
+                    return ComposedReplica(pinned, slot.rest)
         return None
 
-    def accept(self, push: PushOffer, digest: Digest) -> ReplicaInbox | None:
+    def accept(
+        self, push: PushOffer, digest: Digest, image: Digest | None = None
+    ) -> ReplicaInbox | None:
         """Return the inbox for *push*, None where its copy is already complete here.
 
         Raises:
-            TransferRefusedError: Not needed, no room, or all slots in use.
+            TransferRefusedError: Not needed, no room, all slots in use; or *digest* is of the
+                remainder of *image*, and the rest is not here.
         """
+        roots: Mapping[Shard, str] | None = None
+        if image is not None:
+            own = self._pin_own(push.state)
+            roots = roots_of(own.shards)
+            own.release()
         with self._lock:
-            inbox, is_new = self._find_or_open_inbox(push, digest)
+            self._drop_incomplete(push, roots)
+            inbox, is_new = self._find_or_open_inbox(push, digest, image)
             if inbox is not None:
                 inbox.n_writers += 1
         if inbox is None:
@@ -194,8 +234,15 @@ class ReplicaStore:
 
     # Admission.
 
+    def _drop_incomplete(self, push: PushOffer, roots: Mapping[Shard, str] | None) -> None:
+        """Drop the copy whose rest is gone, or which its owner sends whole."""
+        for slot in self._slots.get(push.shard, ()):
+            is_same = slot.copy is not None and slot.copy.state == push.state
+            if is_same and slot.rest is not None and slot.rest.roots != roots:
+                slot.copy = None
+
     def _find_or_open_inbox(
-        self, push: PushOffer, digest: Digest
+        self, push: PushOffer, digest: Digest, image: Digest | None
     ) -> tuple[ReplicaInbox | None, bool]:
         slots = self._slots.get(push.shard)
         what = f"{push.shard.file_name} of {push.state}"
@@ -207,7 +254,7 @@ class ReplicaStore:
             self._committed = max(self._committed or push.committed, push.committed)
         for slot in slots:
             if slot.copy is not None and slot.copy.state == push.state:
-                if slot.copy.digest.root == digest.root:
+                if slot.copy.digest.root == (image or digest).root:
                     return None, False
                 raise TransferRefusedError(
                     TransferRefusal.DIFFERENT, f"{self._node} has {what} with another content"
@@ -219,7 +266,7 @@ class ReplicaStore:
                         TransferRefusal.BUSY,
                         f"{self._node} is still ending an earlier push of {what}",
                     )
-                if inbox.tracker.digest == digest:
+                if (inbox.tracker.digest, inbox.image) == (digest, image):
                     return inbox, False
                 if inbox.n_writers:
                     raise TransferRefusedError(
@@ -227,7 +274,8 @@ class ReplicaStore:
                         f"{self._node} is receiving {what} with another content",
                     )
         self._check_not_overtaken(push, slots, what)
-        return self._new_inbox(self._free_slot(push, slots, what), push, digest), True
+        slot = self._free_slot(push, slots, what)
+        return self._new_inbox(slot, push, digest, image), True
 
     def _check_not_overtaken(self, push: PushOffer, slots: list[_ReplicaSlot], what: str) -> None:
         committed = self._committed
@@ -301,13 +349,15 @@ class ReplicaStore:
                 TransferRefusal.NO_ROOM, f"{self._node} has no {format_bytes(nbytes)}: {exc}"
             ) from exc
 
-    def _new_inbox(self, slot: _ReplicaSlot, push: PushOffer, digest: Digest) -> ReplicaInbox:
+    def _new_inbox(
+        self, slot: _ReplicaSlot, push: PushOffer, digest: Digest, image: Digest | None
+    ) -> ReplicaInbox:
         tracker = ChunkTracker(slot.memory.view, digest, chunk_bytes=self._chunk_bytes)
         if slot.copy is not None:
             slot.previous_digest = slot.copy.digest
         # From here on its content is not a valid copy.
         slot.copy = None
-        slot.inbox = ReplicaInbox(self, slot, push, tracker)
+        slot.inbox = ReplicaInbox(self, slot, push, tracker, image)
         return slot.inbox
 
     def _find_unchanged(self, inbox: ReplicaInbox) -> None:
@@ -323,13 +373,31 @@ class ReplicaStore:
         ]
         inbox.tracker.find_present(at // HASH_BYTES for at in same)
 
+    def _check(self, inbox: ReplicaInbox) -> Generator[None, None, None]:
+        image, push = inbox.image, inbox.push
+        if image is None or inbox.rest is not None:
+            return
+        own = self._pin_own(push.state)
+        try:
+            inbox.rest = yield from self._plans.check(
+                push.layout, inbox.tracker.view, image, own, chunk_bytes=self._chunk_bytes
+            )
+        except CorruptError as exc:
+            what = f"{push.shard.file_name} of {push.state}"
+            raise TransferRefusedError(
+                TransferRefusal.NOT_ALIKE, f"{self._node} has no rest of {what}: {exc}"
+            ) from exc
+        finally:
+            own.release()
+
     # The life of slots.
 
     def _complete(self, inbox: ReplicaInbox) -> None:
         with self._lock:
             slot, push = inbox.slot, inbox.push
+            digest = inbox.image or inbox.tracker.digest
             if slot.inbox is not inbox:
-                if slot.copy is not None and slot.copy.digest == inbox.tracker.digest:
+                if slot.copy is not None and slot.copy.digest == digest:
                     return
                 inbox.is_cancelled = True
             if inbox.is_cancelled:
@@ -339,9 +407,9 @@ class ReplicaStore:
                 )
             inbox.tracker.check_root()
             slot.copy = ShardCopy(
-                push.state, push.shard, push.layout, inbox.tracker.digest, Tier.MEMORY, self._node
+                push.state, push.shard, push.layout, digest, Tier.MEMORY, self._node
             )
-            slot.inbox = slot.previous_digest = None
+            slot.rest, slot.inbox, slot.previous_digest = inbox.rest, None, None
 
     def _detach(self, inbox: ReplicaInbox) -> None:
         with self._lock:
@@ -385,14 +453,3 @@ class ReplicaStore:
 
     def _held_bytes(self) -> int:
         return sum(slot.nbytes for slot in [*self._all_slots(), *self._closing])
-
-
-def _once(release: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls *release* the first time that it is called."""
-    left = [release]
-
-    def call() -> None:
-        if left:
-            left.pop()()
-
-    return call

@@ -21,7 +21,7 @@ from gpuops.checkpoint.image import ImageLayout, PlacedTensor, plan_image, read_
 from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.sharing import DIGEST_BYTES, SharedTensors, assign_writers, share
+from gpuops.checkpoint.sharing import DIGEST_BYTES, SharedTensors, assign_writers, held_alike
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.inspection import LENGTH_BYTES, header_size_bytes
 from gpuops.checkpoint.types import (
@@ -47,7 +47,7 @@ def plan_written_once(
     sizes: dict[str, dict[str, int]] = {}  # two groups may have parts of one tensor
     for layout in layouts:
         nbytes = {tensor.spec.name: tensor.spec.nbytes for tensor in layout.tensors}
-        for each in (it for it in _held_alike(layout) if it.key in once.keys):
+        for each in (it for it in held_alike(layout) if it.key in once.keys):
             groups[each.key] = each
             found = {name: nbytes[name] for name in each.names if name in nbytes}
             sizes.setdefault(each.key, {}).update(found)
@@ -65,20 +65,6 @@ def _writers(each: SharedTensors, sizes: Mapping[str, int], once: WriteOnce) -> 
     ranks_by_node = once.ranks_by_node(each.ranks)
     writers = assign_writers([sizes[name] for name in each.names], ranks_by_node)
     return dict(zip(each.names, writers, strict=True))
-
-
-def _held_alike(layout: ImageLayout) -> list[SharedTensors]:
-    """Return what the image has or names that must be equal on several ranks.
-
-    What its rank does not share on its node is as if the rank shared it with itself.
-    """
-    specs = [tensor.spec for tensor in layout.tensors]
-    listed = read_replicated(layout.header, layout.shard, len(specs))
-    alone = (
-        share(layout.shard, each.ranks, [specs[n] for n in each.tensors], [layout.shard.rank])
-        for each in listed
-    )
-    return [*layout.shared, *alone]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +144,7 @@ def _layout_without(
         replicas,
         tuple(
             _written_by(each, writers.get(each.key, {}), layout.shard, root)
-            for each in _held_alike(layout)
+            for each in held_alike(layout)
             if each.key in writers or each in layout.shared
         ),
     )

@@ -213,7 +213,8 @@ class PinnedCopy:
     """A complete copy that does not change until *release* is called, once.
 
     *fd* is a memfd or a file that begins with the image, *view* the same bytes where they are
-    already mapped. *on_damage* is called with the number of a chunk whose bytes do not match the
+    already mapped. *read*, where they are in several memories: it returns a copy of so many bytes
+    from an offset on. *on_damage* is called with the number of a chunk whose bytes do not match the
     digest.
     """
 
@@ -222,6 +223,18 @@ class PinnedCopy:
     release: Callable[[], None] = lambda: None
     on_damage: Callable[[int], None] = lambda _number: None
     view: memoryview | None = None
+    read: Callable[[int, int], memoryview] | None = None
+
+
+def once(release: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls *release* the first time that it is called."""
+    left = [release]
+
+    def call() -> None:
+        if left:
+            left.pop()()
+
+    return call
 
 
 def request_chunks(
@@ -306,7 +319,8 @@ def _check_chunk(copy: PinnedCopy, number: int, chunk_bytes: int) -> None:
     at, end = number * chunk_bytes, min((number + 1) * chunk_bytes, copy.digest.nbytes)
     hasher = xxhash.xxh3_64()
     while at < end:
-        piece = os.pread(copy.fd, min(_PIECE_BYTES, end - at), at)
+        n_bytes = min(_PIECE_BYTES, end - at)
+        piece = copy.read(at, n_bytes) if copy.read else os.pread(copy.fd, n_bytes, at)
         if not piece:
             break
         hasher.update(piece)

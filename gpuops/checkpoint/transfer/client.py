@@ -6,7 +6,8 @@ requested after a broken connection, a restarted peer, or from the next holder.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpuops.checkpoint.digest import check_digest, chunk_count, digest_root
@@ -164,17 +165,20 @@ def fetch_digest(
     return found[0]
 
 
-def push(
+def push(  # noqa: PLR0913 what, from where to where, and within which limits
     peer: KeeperAddress,
     job: JobCredentials,
     offer: PushOffer,
     copy: PinnedCopy,
     options: TransferOptions,
     pace: SendPace,
+    *,
+    image: Digest | None = None,
 ) -> PushResult:
     """Push the replica *offer* to *peer*, from *copy*; return once it has verified all of it.
 
-    *copy* must stay pinned until this returns or raises; it is not released here.
+    *copy* must stay pinned until this returns or raises; it is not released here. *image*: the
+    digest of the image, where *offer* is of its remainder.
 
     Raises:
         TransferRefusedError: The holder refuses it; the code says why.
@@ -185,10 +189,11 @@ def push(
     digest, chunk_bytes = copy.digest, options.limits.chunk_bytes
     check_digest(digest, chunk_bytes=chunk_bytes)
     request = offer.to_bytes(chunk_bytes)
+    tables = digest.table + (image.table if image is not None else b"")
     sent = _SharedSum()
 
     def work(connection: TransferConnection) -> None:
-        connection.send(TransferFrameKind.PUSH, request, digest.table)
+        connection.send(TransferFrameKind.PUSH, request, tables)
         wait_s = connection.limits.idle_s
         while True:
             kind, body = connection.receive(wait_s)
@@ -197,14 +202,24 @@ def push(
                 return
             if kind is TransferFrameKind.GET:
                 sent.add(_serve_and_count(connection, body, copy, pace, chunk_bytes))
+            elif kind is TransferFrameKind.FOUND:
+                pace.enqueue(0)  # progress, though nothing is sent
             elif kind is not TransferFrameKind.WAIT:
                 raise WireError(f"unexpected {kind.name}")
 
     what = f"the replica of {offer.shard.file_name} of {offer.state}"
     n_chunks = chunk_count(digest.nbytes, chunk_bytes=chunk_bytes)
     connections = ParallelConnections(peer, job, options, work, lambda: sent.total)
-    try:
+    with _explained(what, peer):
         connections.run(min(options.n_connections, n_chunks), began_s + options.deadline_s)
+    return PushResult(time.monotonic() - began_s, sent.total)
+
+
+@contextmanager
+def _explained(what: str, peer: KeeperAddress) -> Iterator[None]:
+    """Have errors of pushing *what* to *peer* say so."""
+    try:
+        yield
     except TransferRefusedError as exc:
         if exc.code is TransferRefusal.DAMAGED:
             raise CorruptError(f"{what} arrived corrupt at {peer}: {exc}") from exc
@@ -213,7 +228,6 @@ def push(
         raise CorruptError(f"{what} cannot be pushed to {peer}: {exc}") from exc
     except TransferError as exc:
         raise TransferError(f"{what} could not be pushed to {peer}: {exc}") from exc
-    return PushResult(time.monotonic() - began_s, sent.total)
 
 
 def _serve_and_count(

@@ -81,13 +81,19 @@ class Hasher(Protocol):
 
 
 class SendableImage(Protocol):
-    """The bytes to send: a descriptor, and their mapping if there is one."""
+    """The bytes to send: a descriptor, and their mapping if there is one; or *read*.
+
+    *read* returns a copy of so many bytes from an offset on, where they are not in one memory.
+    """
 
     @property
     def fd(self) -> int: ...
 
     @property
     def view(self) -> memoryview | None: ...
+
+    @property
+    def read(self) -> Callable[[int, int], memoryview] | None: ...
 
 
 class TransferConnection:
@@ -260,8 +266,8 @@ class TransferConnection:
             if self._is_tagged:
                 with _slice_of(image, offset, n_bytes) as slice_view:
                     sent.update(slice_view)
-            if self._is_local and image.view is not None:
-                with image.view[offset : offset + n_bytes] as slice_view:
+            if image.read is not None or (self._is_local and image.view is not None):
+                with _slice_of(image, offset, n_bytes) as slice_view:
                     self._write(slice_view, time.monotonic() + self.limits.stall_s)
             else:
                 self._send_file(image.fd, offset, n_bytes)
@@ -373,6 +379,8 @@ def _addresses(sock: socket.socket) -> tuple[str, str]:
 
 
 def _slice_of(image: SendableImage, offset: int, nbytes: int) -> memoryview:
+    if image.read is not None:
+        return image.read(offset, nbytes)
     if image.view is not None:
         return image.view[offset : offset + nbytes]
     data = os.pread(image.fd, nbytes, offset)

@@ -9,8 +9,8 @@ keep no peer out (`gpuops.host.net.admission`).
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
@@ -70,6 +70,14 @@ class Inbox(Protocol):
         """Return whether it is still needed; its memory may be needed for something newer."""
         ...
 
+    def check(self) -> Generator[None, None, None]:
+        """Verify the image of a received remainder, and yield after each chunk.
+
+        Raises:
+            TransferRefusedError: What the holder has itself is something else, or not there.
+        """
+        ...
+
     def complete(self) -> None:
         """Make it a copy once it is verified; may be repeated; raises `CheckpointError`."""
         ...
@@ -82,10 +90,13 @@ class Inbox(Protocol):
 class ReplicaSink(Protocol):
     """The target of pushed replicas; thread-safe."""
 
-    def accept(self, push_offer: PushOffer, digest: Digest) -> Inbox | None:
+    def accept(
+        self, push_offer: PushOffer, digest: Digest, image: Digest | None = None
+    ) -> Inbox | None:
         """Return the inbox for *push_offer*, to be left once; None where all of it is already here.
 
-        All connections that offer the same content get the same inbox.
+        *digest* is of the bytes to request, *image* of the whole image where they are its
+        remainder. All connections that offer the same content get the same inbox.
 
         Raises:
             TransferRefusedError: It is not needed, or there is no room.
@@ -320,22 +331,24 @@ class TransferServer:
         )
 
     def _receive_push(self, connection: TransferConnection, body: bytes) -> None:
-        push_offer, chunk_bytes = PushOffer.from_bytes(body)
+        offer, chunk_bytes = PushOffer.from_bytes(body)
         self._check_chunks(chunk_bytes)
-        table = connection.receive_bytes(wire.table_bytes(push_offer.nbytes, chunk_bytes))
-        if digest_root(push_offer.nbytes, table) != push_offer.root:
-            # The table is not part of a frame: no tag detects that it was corrupted in transit.
-            raise WireError("a table with another root")
+        digest = _receive_digest(connection, offer.nbytes, offer.root, chunk_bytes)
+        image = None
+        if offer.is_remainder:
+            image = _receive_digest(connection, offer.image_nbytes, offer.image_root, chunk_bytes)
         sink = self._sink
         if sink is None:
             raise TransferRefusedError(TransferRefusal.NOT_WANTED, "it stores no replicas")
-        digest = Digest(push_offer.nbytes, table, push_offer.root)
-        inbox = _or_refused(lambda: sink.accept(push_offer, digest))
+        inbox = _or_refused(lambda: sink.accept(offer, digest, image))
         if inbox is None:
             connection.send(TransferFrameKind.DONE)
             return
         try:
             request_chunks(connection, inbox.tracker, inbox.is_wanted)
+            with closing(inbox.check()) as checked:
+                for _chunk in checked:
+                    connection.send(TransferFrameKind.FOUND)
             _or_refused(inbox.complete)
         except ChunkDamagedError as exc:
             inbox.tracker.reset_errors()
@@ -350,6 +363,16 @@ class TransferServer:
                 TransferRefusal.DIFFERENT,
                 f"chunks of {chunk_bytes} bytes, not of {self._limits.chunk_bytes}",
             )
+
+
+def _receive_digest(
+    connection: TransferConnection, nbytes: int, root: str, chunk_bytes: int
+) -> Digest:
+    table = connection.receive_bytes(wire.table_bytes(nbytes, chunk_bytes))
+    if digest_root(nbytes, table) != root:
+        # The table is not part of a frame: no tag detects that it was corrupted in transit.
+        raise WireError("a table with another root")
+    return Digest(nbytes, table, root)
 
 
 def _release_all(pinned: list[PinnedCopy]) -> None:

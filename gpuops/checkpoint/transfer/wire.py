@@ -2,9 +2,9 @@
 
 Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see
 `gpuops.host.net.job_proof`). After them a frame is a tag, the job, the epoch, a kind and the fields
-of that kind. Three kinds are followed by bytes outside of frames: `COPY` and `PUSH` by a table of
-chunk hashes, which its root verifies, `DATA` by chunks, each with a tag where they cross a network.
-Their number follows from earlier frames, and they are checked by digest.
+of that kind. Three kinds are followed by bytes outside of frames: `COPY` and `PUSH` by tables of
+chunk hashes, which their roots verify, `DATA` by chunks, each with a tag where they cross a
+network. Their number follows from earlier frames, and they are checked by digest.
 
 One side *requests* chunks and the other *serves* them: a fetching client requests, a pushing client
 serves. So the side that has the memory decides which chunks are missing after a broken connection.
@@ -49,7 +49,7 @@ class JobCredentials:
             self._epoch = max(self._epoch, epoch)
 
 
-MAGIC = b"gpuopst2"
+MAGIC = b"gpuopst3"
 HEAD = struct.Struct(f">{JOB_BYTES}sIB")  # job, epoch, kind
 FRAME_BYTES_MAX = 1024
 # Before authentication frames are at most this long.
@@ -64,7 +64,7 @@ _CHALLENGE = FrameGreeting("challenge", MAGIC, f"{NONCE_BYTES}s")
 _OPEN = struct.Struct(">IQIII32s")  # epoch, step, rank, world, chunk size, root
 _COPY = struct.Struct(">Q32s")
 _RANGE = struct.Struct(">II?")
-_PUSH = struct.Struct(">IQIII32sQ32s?IQ")
+_PUSH = struct.Struct(">IQIII32sQ32s?IQQ32s")
 
 
 class TransferError(CheckpointError):
@@ -82,6 +82,8 @@ class TransferRefusal(IntEnum):
     NO_ROOM = 6
     DAMAGED = 7  # the copy is corrupt
     FAILED = 8
+    NOT_SAVED = 9  # its own ranks have not saved that state yet, of which it should have a part
+    NOT_ALIKE = 10  # what its own ranks have saved is something else
 
 
 class TransferRefusedError(TransferError):
@@ -103,6 +105,7 @@ class TransferFrameKind(IntEnum):
     WAIT = 6  # by the requesting side: nothing to request for now, but I am alive
     DONE = 7  # by the holder: all chunks are verified
     REFUSED = 8
+    FOUND = 9  # by the holder: it has verified more of what it has itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,11 @@ class OpenCopy:
 
 @dataclass(frozen=True, slots=True)
 class PushOffer:
-    """A replica for a holder. *committed* is the newest state its owner knows to be committed."""
+    """A replica for a holder. *committed* is the newest state its owner knows to be committed.
+
+    *nbytes* and *root* are of the bytes to request: the image, or the remainder of the image of
+    *image_nbytes* with *image_root* (`gpuops.checkpoint.peers.alike`).
+    """
 
     state: StateId
     shard: Shard
@@ -168,6 +175,12 @@ class PushOffer:
     nbytes: int
     root: str
     committed: StateId | None = None
+    image_nbytes: int = 0
+    image_root: str = ""
+
+    @property
+    def is_remainder(self) -> bool:
+        return self.image_nbytes > 0
 
     def to_bytes(self, chunk_bytes: int) -> bytes:
         """Encode it, with the size of the chunks in which it will be served."""
@@ -184,6 +197,8 @@ class PushOffer:
             committed is not None,
             committed.epoch if committed else 0,
             committed.step if committed else 0,
+            self.image_nbytes,
+            bytes.fromhex(self.image_root) if self.image_root else bytes(32),
         )
 
     @classmethod
@@ -192,11 +207,13 @@ class PushOffer:
         fields = _unpack(_PUSH, data)
         epoch, step, rank, world, chunk_bytes, layout, nbytes, root = fields[:8]
         state, shard = _checked(StateId, epoch, step), _checked(Shard, rank, world)
-        if not 0 < nbytes <= IMAGE_BYTES_MAX:
-            raise WireError(f"an image of {nbytes} bytes")
-        is_known, committed_epoch, committed_step = fields[8:]
+        is_known, committed_epoch, committed_step, image_nbytes, image_root = fields[8:]
+        if not 0 < nbytes <= IMAGE_BYTES_MAX or image_nbytes > IMAGE_BYTES_MAX:
+            raise WireError(f"an image of {max(nbytes, image_nbytes)} bytes")
         committed = _checked(StateId, committed_epoch, committed_step) if is_known else None
-        return cls(state, shard, layout.hex(), nbytes, root.hex(), committed), chunk_bytes
+        whole = (image_nbytes, image_root.hex()) if image_nbytes else (0, "")
+        found = cls(state, shard, layout.hex(), nbytes, root.hex(), committed, *whole)
+        return found, chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from gpuops.checkpoint.peers.push import (
     WITHIN_SHARE,
     SaveCadence,
 )
-from gpuops.checkpoint.peers.source import ReplicaSource
+from gpuops.checkpoint.peers.source import OwnStates, ReplicaSource
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.client import PushResult
 from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
@@ -326,9 +326,8 @@ def test_what_peers_read_is_pinned_by_the_thread_of_the_messages(node):
     replicas = ReplicaStore("n1", SharedBuffer.create, bytes_max=2**30)
 
     def opened(answer_s):
-        shelf = ReplicaSource(
-            node.core.memory, replicas, node.jobs, lambda *_args: None, timeout_s=answer_s
-        )
+        own = OwnStates(node.core.memory, node.jobs, timeout_s=answer_s)
+        shelf = ReplicaSource(own, replicas, node.jobs, lambda *_args: None)
         return shelf.open(first, Shard(0, 2))
 
     with pytest.raises(TransferRefusedError, match="too busy"):

@@ -31,9 +31,10 @@ def test_open_goes_through(state, shard, root):
     assert OpenCopy.from_bytes(asked.to_bytes()) == asked
 
 
-@given(STATES, SHARDS, st.integers(1, IMAGE_BYTES_MAX), st.none() | STATES)
-def test_push_goes_through(state, shard, nbytes, committed):
-    offer = PushOffer(state, shard, "ab" * 32, nbytes, ROOT, committed)
+@given(STATES, SHARDS, st.integers(1, IMAGE_BYTES_MAX), st.none() | STATES, st.booleans())
+def test_push_goes_through(state, shard, nbytes, committed, is_remainder):
+    image = (IMAGE_BYTES_MAX, "1f" * 32) if is_remainder else ()
+    offer = PushOffer(state, shard, "ab" * 32, nbytes, ROOT, committed, *image)
     assert PushOffer.from_bytes(offer.to_bytes(4096)) == (offer, 4096)
 
 
@@ -71,7 +72,7 @@ def test_anything_else_is_a_wire_error(read, data):
 
 @given(st.sampled_from(READERS[:2]), st.data())
 def test_the_right_length_is_not_enough(read, data):
-    size = {OpenCopy.from_bytes: 56, PushOffer.from_bytes: 121}[read]
+    size = {OpenCopy.from_bytes: 56, PushOffer.from_bytes: 161}[read]
     try:
         read(data.draw(st.binary(min_size=size, max_size=size)))
     except WireError:
@@ -86,9 +87,10 @@ def test_sizes_that_cannot_be_are_refused():
         wire.read_copy(wire.copy_bytes(0, ROOT))
     with pytest.raises(WireError, match="an image of"):
         wire.read_copy(wire.copy_bytes(IMAGE_BYTES_MAX + 1, ROOT))
-    wild = PushOffer(StateId(0, 0), Shard(0, 1), "ab" * 32, IMAGE_BYTES_MAX + 1, ROOT)
-    with pytest.raises(WireError, match="an image of"):
-        PushOffer.from_bytes(wild.to_bytes(4096))
+    for sizes in ((IMAGE_BYTES_MAX + 1, ROOT), (1, ROOT, None, IMAGE_BYTES_MAX + 1, ROOT)):
+        wild = PushOffer(StateId(0, 0), Shard(0, 1), "ab" * 32, *sizes)
+        with pytest.raises(WireError, match="an image of"):
+            PushOffer.from_bytes(wild.to_bytes(4096))
 
 
 def test_a_refusal_is_cut_and_fit_to_be_printed():

@@ -232,7 +232,7 @@ class CheckpointSaver:
     ) -> None:
         assert self._copier is not None
         try:
-            self._pending = self._copier.start(lease.slot, capture, overlap=overlap)
+            self._pending = self._copier.start(lease, capture, overlap=overlap)
         except Exception:  # boundary: after any error the lease is returned
             keeper.abandon(lease)
             raise
@@ -269,8 +269,8 @@ class CheckpointSaver:
             self._changed_names = changed_tensors(self._copier.plan, plan)
             self._copier.close()
             self._copier = None
-        slots = keeper.reserve(plan.layout, slots=self._slots)
-        self._copier = SlotCopier(plan, slots, self._stats.warn_once)
+        reserved = keeper.reserve(plan.layout, slots=self._slots)
+        self._copier = SlotCopier(plan, reserved, self._stats.warn_once)
         self._reserved_at_step = step
 
     def _run_guarded(self, function: Callable[[RankKeeperClient], T]) -> T | None:

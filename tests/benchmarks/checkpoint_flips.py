@@ -129,7 +129,7 @@ class _HeldImage:
         keeper = connect_only_rank(self._socket)
         keeper.set_policy(self._policy)
         keeper.restore_point(_DEADLINE_S)
-        slots = keeper.reserve(image.layout, slots=2)
+        slots = keeper.reserve(image.layout, slots=2).slots
         lease = wait_until(lambda: _as_lease(keeper.acquire(1)), _DEADLINE_S, "a lease")
         self.memory = slots[lease.slot]
         self.memory.view[:] = image.bytes

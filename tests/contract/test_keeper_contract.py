@@ -181,6 +181,19 @@ def test_ranks_agree_on_every_step_and_the_newest_stays_complete(node):
     assert all(holds(r.keeper.open_shard(offers[0], r.layout.shard), r.layout, 1) for r in ranks)
 
 
+def test_a_copy_that_is_stamped_needs_no_report_and_one_may_come_later(node):
+    ranks = crew(node)
+    save_all(ranks, 1)
+    for step in (2, 3):
+        leases = [rank.copy(step) for rank in ranks]
+        for rank, lease in zip(ranks, leases, strict=True):
+            rank.stamp(lease)
+        until(lambda step=step: newest(ranks[0].keeper)[1] == step, what=f"the commit of {step}")
+        for rank, lease in zip(ranks, leases, strict=True):
+            rank.keeper.mark_written(lease)
+    assert save_all(ranks, 4).step == 4
+
+
 def test_a_copy_that_failed_gives_the_state_up_for_all(node):
     ranks = crew(node)
     state = save_all(ranks, 1)
@@ -196,7 +209,7 @@ def test_a_seal_without_a_grant_is_refused(node):
     (rank,) = crew(node, 1)
 
     with pytest.raises(KeeperError, match="is not writing"):
-        rank.keeper.mark_written(Lease(0, StateId(0, 99)))
+        rank.keeper.mark_written(Lease(0, StateId(0, 99), 1))
 
 
 def test_nothing_is_due_before_its_time(node):

@@ -1,10 +1,12 @@
 """Data-parallel ranks of a node keep what they hold alike once, in memory and on disk."""
 
+import json
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from support.gloo_ranks import run_ranks, said
+from support.gloo_ranks import run_ranks, run_script, said
 from support.runs import JOBS
 
 from gpuops.checkpoint.keeper.process import start_or_adopt
@@ -55,6 +57,20 @@ def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, ke
     files = list((tmp_path / "states").glob("step-*/shard-*.safetensors"))
     assert len(files) == world
     assert sum(file.stat().st_size for file in files) <= most.state_bytes
+
+
+def test_a_rank_that_is_killed_right_after_its_copy_loses_nothing(tmp_path, keeper):
+    world = 2
+    job = {"until": 2, "unreported": [0, 2]}
+    env = {"JOB_DIR": str(tmp_path), "JOB": json.dumps(job | {"name": "first"})}
+    codes = run_script(tmp_path, world, JOB, "first", env=env | {"GPUOPS_KEEPER": str(keeper)})
+    loaded = run(tmp_path, keeper, world, name="second", until=2)
+
+    assert codes[0] == -signal.SIGKILL, said(tmp_path, world, "first")
+    killed = torch.load(tmp_path / "result-0-first", weights_only=False)
+    for each in loaded:
+        assert each["start"] == 2, said(tmp_path, world, "second")
+        assert all(map(torch.equal, each["state"], killed["state"]))
 
 
 def test_replicas_that_differ_are_not_saved_and_then_each_rank_saves_its_own(tmp_path, keeper):

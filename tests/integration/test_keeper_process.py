@@ -515,8 +515,8 @@ def test_descriptors_that_nobody_asked_for_and_answers_nobody_reads_leave_nothin
         fields = {"layout": layout.header_hash, "nbytes": layout.nbytes, "slots": 2}
         for _ in range(30):
             sock.send(json.dumps({"v": 1, "id": 0, "what": "reserve", **fields}).encode())
-        until(lambda: n_files(keeper.pid) <= before + 8, deadline_s=15)
-    until(lambda: n_files(keeper.pid) <= before + 4, deadline_s=15)
+        until(lambda: n_files(keeper.pid) <= before + 10, deadline_s=15)
+    until(lambda: n_files(keeper.pid) <= before + 6, deadline_s=15)
 
 
 def test_a_message_that_is_too_long_ends_its_connection_only(keeper, stack):

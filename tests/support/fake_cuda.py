@@ -1,7 +1,9 @@
 """Streams and events of CUDA without a device: who comes after whom, by the calls that are made."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -15,7 +17,15 @@ class Work:
     name: str
     stream: "FakeStream"
     after: frozenset["Work"]
+    run: Callable[[], object] = lambda: None
     is_done: bool = False
+
+    def do(self):
+        if not self.is_done:
+            self.is_done = True
+            for work in self.after:
+                work.do()
+            self.run()
 
 
 @dataclass(eq=False)
@@ -32,7 +42,7 @@ class FakeStream:
 
     def synchronize(self):
         for work in self.known:
-            work.is_done = True
+            work.do()
 
 
 @dataclass(eq=False)
@@ -49,7 +59,7 @@ class FakeEvent:
 
     def synchronize(self):
         for work in self.known:
-            work.is_done = True
+            work.do()
 
 
 class FakeRuntime:
@@ -70,7 +80,10 @@ class FakeRuntime:
 
 
 class FakeCuda:
-    """Takes the place of what the staging uses of `torch.cuda`; copies are made at once."""
+    """Takes the place of what the staging uses of `torch.cuda`.
+
+    Copies that block are made at once, the others when the device comes to them.
+    """
 
     def __init__(self, monkeypatch):
         self.computing = self._current = FakeStream()
@@ -84,10 +97,12 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
         copy = torch._foreach_copy_
 
-        def recorded(targets, sources, **options):
-            for source in sources:
-                self.launch(f"copy {source.data_ptr()}")
-            return copy(targets, sources, **options)
+        def recorded(targets, sources, *, non_blocking=False):
+            for target, source in zip(targets, sources, strict=True):
+                work = self.launch(f"copy {source.data_ptr()}")
+                work.run = torch.no_grad()(partial(copy, [target], [source]))
+                if not non_blocking:
+                    work.do()
 
         monkeypatch.setattr(torch, "_foreach_copy_", recorded)
 
@@ -98,7 +113,7 @@ class FakeCuda:
     def catch_up(self):
         """Have the device do all that was launched."""
         for work in self.works:
-            work.is_done = True
+            work.do()
 
     def launch(self, name):
         """Put a work called *name* on the current stream; return it."""

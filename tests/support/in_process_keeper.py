@@ -15,7 +15,7 @@ from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import JobKind, OnDone, Work
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease, RankInfo, Skipped
-from gpuops.checkpoint.keeper.rank_client import KeeperParts
+from gpuops.checkpoint.keeper.rank_client import KeeperParts, ReservedMemory
 from gpuops.checkpoint.keeper.rank_group import PartsRead
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, duplicate_fd
@@ -149,11 +149,12 @@ class InProcessKeeper:
         self._indexes: list[int] = []
         self._is_open = True
 
-    def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SharedBuffer]:
-        def do(core: KeeperCore) -> Sequence[SharedBuffer]:
+    def reserve(self, layout: ImageLayout, *, slots: int) -> ReservedMemory:
+        def do(core: KeeperCore) -> ReservedMemory:
             pool = core.reserve(self._rank_info, layout.header_hash, layout.nbytes, slots)
             self._indexes = sorted(pool.slots)
-            return [duplicate(pool.slots[index], writable=True) for index in self._indexes]
+            buffers = [duplicate(pool.slots[index], writable=True) for index in self._indexes]
+            return ReservedMemory(buffers, duplicate(pool.stamp, writable=True))
 
         return self._run(do)
 
@@ -163,7 +164,8 @@ class InProcessKeeper:
             if isinstance(answer, Skipped):
                 return answer
             notice = core.notice_for(self._rank_info)
-            return Lease(self._indexes.index(answer.slot.index), answer.state, notice)
+            slot = self._indexes.index(answer.slot.index)
+            return Lease(slot, answer.state, answer.number, notice)
 
         return self._run(do)
 

@@ -1,10 +1,16 @@
 """Ranks that save and load small states through a keeper, without torch."""
 
 import time
+from contextlib import ExitStack, contextmanager
 
 from gpuops.checkpoint.image import TensorSpec, plan_image, read_layout
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
-from gpuops.checkpoint.types import Shard
+from gpuops.checkpoint.keeper.rank_client import ReservedMemory
+from gpuops.checkpoint.memory.copy_stamp import COPIED, INTACT, create_stamp, write_stamp
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.types import Shard, StateId
+
+LEASE = Lease(0, StateId(0, 1), 1)
 
 
 def until(holds, *, deadline_s=60.0, what="it"):
@@ -30,6 +36,16 @@ def fill(view, layout, step):
     view[begin : layout.nbytes] = data[: layout.nbytes - begin]
 
 
+@contextmanager
+def reserved_of(layout, n_slots=1):
+    """Yield what `reserve` returns, without a keeper."""
+    with ExitStack() as stack:
+        slots = [
+            stack.enter_context(SharedBuffer.create("test", layout.nbytes)) for _ in range(n_slots)
+        ]
+        yield ReservedMemory(slots, stack.enter_context(create_stamp("test")))
+
+
 def holds(source, layout, step):
     """Return whether *source* (memory or a path) is what `fill` writes."""
     found = source.read_bytes() if hasattr(source, "read_bytes") else bytes(source.view)
@@ -49,7 +65,7 @@ class Rank:
         self.slots = []
 
     def reserve(self):
-        self.slots = self.keeper.reserve(self.layout, slots=self.n_slots)
+        self.slots, self._stamp = self.keeper.reserve(self.layout, slots=self.n_slots)
         return self
 
     def copy(self, step):
@@ -58,6 +74,10 @@ class Rank:
         if isinstance(answer, Lease):
             fill(self.slots[answer.slot].view, self.layout, step)
         return answer
+
+    def stamp(self, lease):
+        for word in (COPIED, INTACT):
+            write_stamp(self._stamp, word, lease.number)
 
     def save(self, step):
         answer = self.copy(step)

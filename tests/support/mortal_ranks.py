@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
 from gpuops.checkpoint.keeper.rank_client import connect_rank
+from gpuops.checkpoint.memory.copy_stamp import COPIED, INTACT, write_stamp
 from gpuops.checkpoint.types import KeeperError, Shard, StateId
 from support.keeper_ranks import layout_of
 
@@ -87,7 +88,7 @@ class Rank:
         self._socket, self._generation = Path(told["socket"]), told["generation"]
         self._policy = CheckpointPolicy(**told["policy"])
         self._again_s = 0.0
-        self.slots = []
+        self.slots, self.stamp = [], None
         self.keeper = self._connect()
 
     def _connect(self, **more):
@@ -128,7 +129,7 @@ class Rank:
     def train(self):
         """Train without end, all ranks in step, as collectives keep them."""
         step = self.load()
-        self.slots = self.keeper.reserve(self.layout, slots=2)
+        self.slots, self.stamp = self.keeper.reserve(self.layout, slots=2)
         self.board.notify(self.rank, TRAINS, step)
         while True:
             while min(self.board.steps()) < step:
@@ -147,6 +148,8 @@ class Rank:
                 self.note("granted", answer.state)
                 self.board.notify(self.rank, COPIES)
                 self._copy(self.slots[answer.slot].view, answer.state)
+                for word in (COPIED, INTACT):
+                    write_stamp(self.stamp, word, answer.number)
                 self.note("copied", answer.state)
                 self.keeper.mark_written(answer)
                 self.board.notify(self.rank, SEALED)
@@ -166,7 +169,7 @@ class Rank:
             self.keeper = self._connect(is_reconnect=True)
         except KeeperError:
             return False
-        self.slots = self.keeper.reserve(self.layout, slots=2)
+        self.slots, self.stamp = self.keeper.reserve(self.layout, slots=2)
         return True
 
     def _copy(self, view, state):

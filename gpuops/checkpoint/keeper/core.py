@@ -6,7 +6,7 @@ from typing import Any
 
 from gpuops.checkpoint.agreement.progress import COMPLETE_MAX, KeeperProgress
 from gpuops.checkpoint.agreement.write_once import WriteOnce
-from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
+from gpuops.checkpoint.keeper.jobs import EventQueue, Jobs
 from gpuops.checkpoint.keeper.messages import (
     CheckpointPolicy,
     Epoch,
@@ -26,15 +26,15 @@ from gpuops.checkpoint.keeper.rank_group import (
 )
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.keeper.restore import RestoreFinder
+from gpuops.checkpoint.keeper.slot_verifier import SlotVerifier
 from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
-from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory, WrittenSlot
+from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
 from gpuops.checkpoint.storage.persister import OpenStore, Persister
 from gpuops.checkpoint.types import (
     CheckpointError,
-    Digest,
     KeeperError,
     Shard,
     ShardHolders,
@@ -65,8 +65,6 @@ class KeeperCore:
         self.group: RankGroup | None = None
         self.instructions: AgentInstructions | None = None
         self.is_ending = False
-        self.hash_s: float | None = None
-        self.n_hashing = 0
         self.persister = Persister(
             memory, jobs, self.events, clock_s, open_store, lambda: self.is_ending, self._rank_pids
         )
@@ -75,7 +73,14 @@ class KeeperCore:
         self.restore_finder = RestoreFinder(
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
-        self._written_s = 0.0
+        self.verifier = SlotVerifier(
+            memory,
+            jobs,
+            self.events,
+            clock_s,
+            self.replica_checker,
+            self._on_verified,
+        )
         self._populator = SlotPopulator(memory, jobs, self.events, lambda: self.is_ending)
 
     @property
@@ -150,6 +155,7 @@ class KeeperCore:
     def disconnected(self, connection: ClientConnection) -> None:
         if self.agent is connection:
             self.agent = None
+        self.verifier.verify_stamped()
         group = self.group
         if group is None:
             return
@@ -169,6 +175,7 @@ class KeeperCore:
         return {rank_info.shard for rank_info in self.group.ranks.values()} if self.group else set()
 
     def _disconnect_ranks(self) -> None:
+        self.verifier.verify_stamped()
         group, self.group = self.group, None
         if group is None:
             return
@@ -206,7 +213,7 @@ class KeeperCore:
         self.done_reading(rank_info)
         if table.epoch is None:
             self.request_restore(self.group)
-        if is_last and self.n_hashing and table.in_flight is None:
+        if is_last and self.verifier.n_running and table.in_flight is None:
             # Its digest must not be mistaken for that of the same step, saved again.
             return Skipped("a state that was given up is still being verified")
         skipped, now_s = sum(table.skipped.values()), self.clock_s()
@@ -227,25 +234,7 @@ class KeeperCore:
         """Have the image hashed."""
         written = self.memory.mark_written(rank_info.local_rank, state)
         if written is not None:
-            self._written_s = self.clock_s()
-            run_task(self._hash(rank_info, written))
-
-    async def _hash(self, rank_info: RankInfo, written: WrittenSlot) -> None:
-        self.n_hashing += 1
-        try:
-            digest = await JobResult(self.jobs, JobKind.HASH, written.hash)
-            why = await self.replica_checker.vote(written)
-        except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
-            self.memory.buffer_table.give_up(written.state)
-            rank = rank_info.shard.rank
-            self.events.add("corrupt", state=written.state, rank=rank, why=str(exc))
-            return
-        finally:
-            self.n_hashing -= 1
-        if why:
-            self._copy_all(written.state, why)
-        else:
-            self._on_hashed(written, digest)
+            self.verifier.verify(written)
 
     def _copy_all(self, state: StateId, why: str) -> None:
         """Give up *state*, whose shared tensors differ; each rank copies all of its own next."""
@@ -265,15 +254,13 @@ class KeeperCore:
         why = f"rank {rank_info.shard.rank} could not copy it"
         self.events.add("given_up", state=state, why=why)
 
-    def _on_hashed(self, written: WrittenSlot, digest: Digest) -> None:
-        if not self.memory.record_digest(written, digest):
-            return
-        self.hash_s = self.clock_s() - self._written_s
-        if self.memory.buffer_table.last_committed == written.state:
-            self._on_committed(written.state)
+    def _on_verified(self, state: StateId, why_void: str) -> None:
+        if why_void:
+            self._copy_all(state, why_void)
+        elif self.memory.buffer_table.last_committed == state:
+            self._on_committed(state)
         else:
-            nbytes = self._size_bytes(written.state)
-            self.events.add("whole", state=written.state, bytes=nbytes)
+            self.events.add("whole", state=state, bytes=self._size_bytes(state))
             self.peers.tick()
 
     def _on_committed(self, state: StateId) -> None:
@@ -428,7 +415,7 @@ class KeeperCore:
             **self.peers.counts(),
             **self.replica_checker.counts(),
             **self.persister.stats(),
-            "hash_s": self.hash_s,
+            "hash_s": self.verifier.hash_s,
             "ranks": len(self.group.connections) if self.group else 0,
             "generation": self.group.generation if self.group else None,
             "agent": self.agent.pid if self.agent else None,
@@ -436,6 +423,7 @@ class KeeperCore:
         return {name: plain(value) for name, value in found.items()}
 
     def tick(self) -> None:
+        self.verifier.verify_stamped()
         if self.group is not None:
             policy = self.persister.policy
             self.restore_finder.search_if_ready(

@@ -33,7 +33,6 @@ from gpuops.wire.messages import Limit, Message, plain
 VERSION = 1
 VERSION_CHARS_MAX = 64
 MESSAGE_BYTES_MAX = 64 * 1024
-FDS_MAX = 8
 NO_DIRECTORY = "no directory for checkpoints is set"  # why nothing is persisted
 CORRUPT = "corrupt"  # the kind of an error: no copy of these bytes is intact
 UNDECIDED = "cannot_tell"  # the kind of an error: it is unknown whether there is a state to load
@@ -41,6 +40,7 @@ ID_MAX = 2**53
 WHY_MAX = 16
 SLOTS_MIN = 2
 SLOTS_MAX = 8
+FDS_MAX = SLOTS_MAX + 1  # with the stamp of their copies
 DIRECTORY_CHARS_MAX = 4096
 SECONDS_MAX = 1e9
 KEPT_MAX = 1_000_000
@@ -192,11 +192,14 @@ class CheckpointPolicy:
 class Lease:
     """Copy now into this slot, one of those from `reserve`; its content becomes *state*.
 
-    ``notice`` is for the training's log, where there is no agent to log it.
+    ``number`` is what the stamp of the copy has once it is complete
+    (`gpuops.checkpoint.memory.copy_stamp`). ``notice`` is for the training's log, where there is no
+    agent to log it.
     """
 
     slot: int
     state: StateId
+    number: Count
     notice: str | None = field(default=None, compare=False)
 
 
@@ -229,7 +232,7 @@ class HelloReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlots(Message):
-    """The numbers of the slots whose descriptors come with this reply."""
+    """The numbers of the slots whose descriptors come with this reply, and that of the stamp."""
 
     slots: tuple[Count, ...]
 

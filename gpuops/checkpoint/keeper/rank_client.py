@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.connection import (
@@ -28,6 +28,7 @@ from gpuops.checkpoint.keeper.messages import (
     SaveDecision,
     Skipped,
 )
+from gpuops.checkpoint.memory.copy_stamp import STAMP_BYTES
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import ByteRange, PieceMap
 from gpuops.checkpoint.types import (
@@ -79,6 +80,13 @@ def connect_rank(  # noqa: PLR0913 the parts of a rank's identity
     return RankKeeperClient(connection, Shard(rank, world))
 
 
+class ReservedMemory(NamedTuple):
+    """A rank's slots of one layout, and the stamp of the copies into them."""
+
+    slots: Sequence[SharedBuffer]
+    stamp: SharedBuffer
+
+
 class RankKeeperClient:
     """One rank's client of its node's keeper.
 
@@ -93,8 +101,8 @@ class RankKeeperClient:
         self._slot_numbers: Sequence[int] = ()
         self._leases: set[Lease] = set()
 
-    def reserve(self, layout: ImageLayout, *, slots: int) -> Sequence[SharedBuffer]:
-        """Return the memory of at least *slots* slots for images of *layout*.
+    def reserve(self, layout: ImageLayout, *, slots: int) -> ReservedMemory:
+        """Return the memory of at least *slots* slots for images of *layout*, and its stamp.
 
         The memory is the same for the same layout, also after a restart of the workers, and may
         hold a state: write only into a slot that `acquire` granted. Another layout has other
@@ -111,16 +119,17 @@ class RankKeeperClient:
         with ExitStack() as undo:
             for fd in fds:
                 undo.callback(os.close, fd)
-            if not slots <= len(fds) == len(reserved.slots):
-                raise KeeperError(f"the keeper sent {len(fds)} slots, not {slots}")
+            if not slots < len(fds) == len(reserved.slots) + 1:
+                raise KeeperError(f"the keeper sent {len(fds)} descriptors for {slots} slots")
             with ExitStack() as undo_attached:
                 buffers = []
-                for fd in fds:
-                    buffers.append(_attach(os.dup(fd), layout.nbytes, writable=True))
+                sizes = [*[layout.nbytes] * len(reserved.slots), STAMP_BYTES]
+                for fd, nbytes in zip(fds, sizes, strict=True):
+                    buffers.append(_attach(os.dup(fd), nbytes, writable=True))
                     undo_attached.callback(buffers[-1].close)
                 undo_attached.pop_all()
         self._slot_numbers = reserved.slots
-        return buffers
+        return ReservedMemory(buffers[:-1], buffers[-1])
 
     def acquire(self, step: int, *, is_last: bool = False) -> Lease | Skipped:
         """Return whether this rank copies at *step*; the same for all ranks of the node.

@@ -215,6 +215,7 @@ class KeeperRequests:
         pool = self._core.reserve(rank_info, layout, nbytes, slots)
         numbers = sorted(pool.slots)
         session.fds += [duplicate_fd(pool.slots[number], writable=True) for number in numbers]
+        session.fds.append(duplicate_fd(pool.stamp, writable=True))
         return ReservedSlots(tuple(numbers))
 
     def _acquire(self, rank_info: RankInfo, step: Step, *, is_last: bool = False) -> SaveDecision:
@@ -222,7 +223,7 @@ class KeeperRequests:
         if isinstance(decided, Skipped):
             return SaveDecision(skipped=decided)
         notice = self._core.notice_for(rank_info)
-        return SaveDecision(Lease(decided.slot.index, decided.state, notice))
+        return SaveDecision(Lease(decided.slot.index, decided.state, decided.number, notice))
 
     def _restore_point(self, deadline_s: WaitSeconds) -> Restore:  # noqa: ARG002 the server waits
         group, instructions = self._core.group, self._core.instructions
@@ -313,7 +314,7 @@ class KeeperRequests:
         On several nodes that is once the shards of all of them are there.
         """
         persister, table = self._core.persister, self._core.memory.buffer_table
-        if self._core.n_hashing:
+        if self._core.verifier.n_running:
             raise NotReadyError
         newest, policy, why = table.last_committed, persister.policy, ""
         if newest is None:
@@ -395,7 +396,7 @@ class KeeperRequests:
         persister, newest = core.persister, core.memory.buffer_table.last_committed
         has_place = persister.policy is not None and persister.policy.directory is not None
         is_safe = newest is None or not has_place or persister.schedule.has_persisted(newest)
-        if is_over and not n_ranks and not core.n_hashing and is_safe:
+        if is_over and not n_ranks and not core.verifier.n_running and is_safe:
             core.is_ending = True
         return HandOver(n_ranks, core.is_ending)
 

@@ -33,10 +33,11 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotLease:
-    """The rank is to write *state* into *slot*."""
+    """The rank is to write *state* into *slot*. ``number``: no other state's leases have it."""
 
     slot: SlotKey
     state: StateId
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +186,18 @@ class BufferTable:
         pending.phases[local_rank] = SlotPhase.WRITING
         slot = pending.slots[local_rank]
         self._writers.add((local_rank, pending.state, slot))
-        return SlotLease(slot, pending.state)
+        return SlotLease(slot, pending.state, pending.number)
 
     def mark_written(self, local_rank: int, state: StateId) -> SlotKey | None:
-        """Return the slot that is now written; None where the state was given up meanwhile."""
+        """Return the slot that is now written.
+
+        None where it was already, as its stamp said, or where the state was given up meanwhile.
+        """
         self._remove_writer(local_rank, state)
         pending = self._pending
         if pending is None or pending.state != state:
+            return None
+        if pending.phases[local_rank] is not SlotPhase.WRITING:
             return None
         pending.phases[local_rank] = SlotPhase.WRITTEN
         return pending.slots[local_rank]
@@ -371,7 +377,7 @@ class BufferTable:
             slots[local_rank] = free
         self._evict(slots.values())
         phases = dict.fromkeys(slots, SlotPhase.GRANTED)
-        self._pending = StateRecord(StateId(self.epoch, step), slots, phases)
+        self._pending = StateRecord(StateId(self.epoch, step), slots, phases, self.n_granted + 1)
         return None
 
     def _why_early(self, step: int, now_s: float) -> str:

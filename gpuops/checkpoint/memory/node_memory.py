@@ -15,6 +15,7 @@ from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.keeper.messages import SLOTS_MAX, SLOTS_MIN
 from gpuops.checkpoint.memory.available import available_bytes
 from gpuops.checkpoint.memory.buffer_table import BufferTable
+from gpuops.checkpoint.memory.copy_stamp import create_stamp, is_stamped
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey, SlotPhase
 from gpuops.checkpoint.types import (
@@ -40,12 +41,16 @@ AvailableBytes = Callable[[], int]
 
 @dataclass(slots=True)
 class BufferPool:
-    """One rank's slots of one layout, by number; ``next_index`` is the next number."""
+    """One rank's slots of one layout, by number; ``next_index`` is the next number.
+
+    ``stamp``: see `gpuops.checkpoint.memory.copy_stamp`.
+    """
 
     number: int
     shard: Shard
     layout: str
     nbytes: int
+    stamp: SharedBuffer
     slots: dict[int, SharedBuffer] = field(default_factory=dict)
     next_index: int = 0
 
@@ -143,7 +148,8 @@ class NodeMemory:
             if len(self._pools) >= POOLS_MAX:
                 raise KeeperError(f"{POOLS_MAX} layouts are in memory; the limit is reached")
             self._n_pools += 1
-            pool = BufferPool(self._n_pools, shard, layout, nbytes)
+            stamp = create_stamp(f"gpuops-stamp-{shard.rank}-{self._n_pools}")
+            pool = BufferPool(self._n_pools, shard, layout, nbytes, stamp)
             self._pools[pool.number] = pool
         for _ in range(n_missing):
             name = f"gpuops-{shard.rank}-of-{shard.world}-{pool.number}-{pool.next_index}"
@@ -172,10 +178,20 @@ class NodeMemory:
             self._populated.add(id(memory))
 
     def mark_written(self, local_rank: int, state: StateId) -> WrittenSlot | None:
-        """Return the slot to hash, None where the state was given up meanwhile."""
+        """Return the slot to hash, None where that is done or the state was given up meanwhile."""
         key = self.buffer_table.mark_written(local_rank, state)
-        if key is None:
-            return None
+        return None if key is None else self._written_slot(key, state)
+
+    def take_stamped(self) -> list[WrittenSlot]:
+        """Return the slots to hash that ranks have written and not reported."""
+        table = self.buffer_table
+        saved = None if table.in_flight is None else table.find(table.in_flight)
+        if saved is None:
+            return []
+        keys = saved.mark_stamped(lambda key: is_stamped(self._pools[key.pool].stamp, saved.number))
+        return [self._written_slot(key, saved.state) for key in keys]
+
+    def _written_slot(self, key: SlotKey, state: StateId) -> WrittenSlot:
         pool = self._pools[key.pool]
         view = memoryview(pool.slots[key.index].view)
         return WrittenSlot(key, state, pool.layout, view, pool.shard)
@@ -225,6 +241,7 @@ class NodeMemory:
             memory.close()
             freed += pool.nbytes
             if not pool.slots:
+                pool.stamp.close()
                 del self._pools[key.pool]
         return freed
 
@@ -256,6 +273,7 @@ class NodeMemory:
 
     def close(self) -> None:
         for pool in self._pools.values():
+            pool.stamp.close()
             for memory in pool.slots.values():
                 memory.close()
         self._pools.clear()

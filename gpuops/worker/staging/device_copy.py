@@ -6,10 +6,13 @@ before all later work on it.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from gpuops.checkpoint.memory.copy_stamp import COPIED, INTACT, write_stamp
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.convert.tensors import is_dtensor
 from gpuops.worker.staging.copy_plan import CapturedState, CopyPlan, SharedTensor
 from gpuops.worker.staging.pending_copy import PendingCopy, drained_on_error
@@ -17,11 +20,12 @@ from gpuops.worker.staging.replica_digest import device_digest, host_digest
 
 
 class DeviceCopier:
-    """Copies states of *plan* from *device*."""
+    """Copies states of *plan* from *device*, and then the number of the lease into *stamp*."""
 
-    def __init__(self, plan: CopyPlan, device: torch.device) -> None:
+    def __init__(self, plan: CopyPlan, device: torch.device, stamp: SharedBuffer) -> None:
         self._plan = plan
         self._device = device
+        self._stamp = stamp
         self._stream: Any = None
 
     def start(
@@ -29,6 +33,7 @@ class DeviceCopier:
         views: Sequence[torch.Tensor],
         rows: Sequence[torch.Tensor],
         capture: CapturedState,
+        number: int,
         *,
         overlap: bool,
     ) -> PendingCopy:
@@ -57,15 +62,25 @@ class DeviceCopier:
                     )
                 _digest(in_turn, device)
                 copy_tensors(_select(views, others), _select(tensors, others), non_blocking=True)
-                self._stream.wait_stream(computing)
-                done = torch.cuda.Event()
-                done.record(self._stream)
                 # On the host, or on another device of this process: synchronously.
                 copy_tensors(_select(views, elsewhere), _select(tensors, elsewhere))
+                self._stream.wait_stream(computing)
+                with torch.cuda.stream(self._stream):
+                    self._write_stamp(number)
+                done = torch.cuda.Event()
+                done.record(self._stream)
         sources = [_source(capture, i) for i in optimizer_owned]
         sources += [_aliases(e.name, e.part, e.given) for _, e in beside if e.part.device == device]
         kept = [*(tensors[i].detach() for i in others), *(e.part.detach() for _, e in in_turn)]
-        return PendingCopy(done, device, sources, kept)
+        mark_intact = partial(write_stamp, self._stamp, INTACT, number)
+        if not overlap:
+            mark_intact()
+        return PendingCopy(done, device, sources, kept, mark_intact)
+
+    def _write_stamp(self, number: int) -> None:
+        words = torch.frombuffer(self._stamp.view, dtype=torch.int64).unbind()
+        value = torch.full((), number, dtype=torch.int64, device=self._device)
+        copy_tensors([words[COPIED]], [value], non_blocking=True)
 
 
 def copy_tensors(

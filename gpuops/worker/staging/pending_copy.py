@@ -1,6 +1,6 @@
 """A copy in progress, and whether what it copies was written meanwhile."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ class PendingCopy:
     *sources* are the tensors that are copied beside the training, by name, each with the DTensor
     whose part it is, if it is one. They share their memory with the parameters and keep it, also
     where a parameter is given other memory meanwhile; so do *kept*, copied in turn with the
-    training.
+    training. *mark_intact* is called before the step, where no source was written until then.
     """
 
     def __init__(
@@ -22,11 +22,13 @@ class PendingCopy:
         device: torch.device | None = None,
         sources: Sequence[tuple[str, Sequence[torch.Tensor]]] = (),
         kept: Sequence[torch.Tensor] = (),
+        mark_intact: Callable[[], None] = lambda: None,
     ) -> None:
         self.event = event
         self._device = device
         self._sources = sources
         self._kept = kept
+        self._mark_intact = mark_intact
         self._versions = _versions(sources)
         self._written: list[str] | None = None
 
@@ -42,6 +44,8 @@ class PendingCopy:
     def wait_before_step(self) -> None:
         """Make later work on the current stream wait for the copy."""
         self._written = self.written()
+        if not self._written:
+            self._mark_intact()
         if self.event is not None:
             torch.cuda.current_stream(self._device).wait_event(self.event)
 

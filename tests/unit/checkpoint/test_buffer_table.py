@@ -393,6 +393,7 @@ class Node(RuleBasedStateMachine):
         self.bytes = {}  # slot -> the state whose bytes it has, None where it is torn
         self.steps = {}
         self.writing = {}  # rank -> {state: slot}
+        self.stamped = set()
         self.hashing = []
         self.answers = {}
         self.pins = {}
@@ -436,6 +437,8 @@ class Node(RuleBasedStateMachine):
         self._ask(rank, self.steps[rank], is_last=True)
 
     def _ask(self, rank, step, *, is_last=False):
+        for state in self.stamped & set(self.writing[rank]):
+            self._seal(rank, state)  # a rank that lives reports it before anything else
         answer = self.table.acquire(rank, step, 0.0, is_last=is_last)
         if is_last:  # Whoever was refused may ask again.
             told = self.answers.get(step, {})
@@ -480,6 +483,17 @@ class Node(RuleBasedStateMachine):
         if key is not None:
             assert key == slot
             self.hashing.append((key, state))
+
+    @rule(rank=st.integers(0, 2))
+    def stamp(self, rank):
+        """Have a rank complete its copy and not report it yet, or ever."""
+        state = self.table.in_flight
+        slot = self.writing.get(rank, {}).get(state)
+        if slot is not None:
+            self.bytes[slot] = state
+            self.stamped.add(state)
+            for key in self.table.find(state).mark_stamped(lambda key: key == slot):
+                self.hashing.append((key, state))
 
     @precondition(lambda self: any(self.writing.values()))
     @rule(data=st.data())
@@ -566,9 +580,7 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def the_newest_is_whole(self):
-        table = getattr(self, "gate", None)
-        if table is None:
-            return
+        table = self.table
         if table.last_committed is not None:
             slots = table.complete_states()[table.last_committed]
             assert slots
@@ -578,9 +590,8 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def every_decision_is_counted(self):
-        table = getattr(self, "gate", None)
-        if table is not None:
-            assert table.n_granted >= table.n_committed + table.n_given_up - 1
+        table = self.table
+        assert table.n_granted >= table.n_committed + table.n_given_up - 1
 
 
 TestNode = Node.TestCase

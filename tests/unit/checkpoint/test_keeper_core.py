@@ -11,6 +11,7 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skippe
 from gpuops.checkpoint.keeper.rank_group import FENCE_S
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
 from gpuops.checkpoint.memory.buffer_table import SlotLease
+from gpuops.checkpoint.memory.copy_stamp import COPIED, INTACT, write_stamp
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemory
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
@@ -91,6 +92,14 @@ class Node:
             states.append(answer.state)
         return states[0]
 
+    def stamp(self, n, *words):
+        """Stamp the copy that local rank *n* has under way."""
+        table = self.core.memory.buffer_table
+        saved = table.find(table.in_flight)
+        stamp = self.core.memory._pools[saved.slots[n].pool].stamp
+        for word in words:
+            write_stamp(stamp, word, saved.number)
+
     def mark_written(self, state):
         for post in self.posts:
             self.core.mark_written(post, state)
@@ -112,6 +121,47 @@ class Node:
     @property
     def restore_point(self):
         return self.core.group.result.restore_point
+
+
+ENDS = {
+    "disconnected": Node.lose,
+    "another generation": lambda node: node.core.begin_generation(1, 1, None, ""),
+    "newer workers": lambda node: node.start(generation=1),
+    "a turn": lambda node: node.core.tick(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("reported", [[], [1]])
+def test_what_the_ranks_have_stamped_is_saved_however_they_end(end, reported):
+    node = Node().start().go()
+    state = node.copy(1)
+    for n in reported:
+        node.core.mark_written(node.posts[n], state)
+    for n in {0, 1} - set(reported):
+        node.stamp(n, COPIED, INTACT)
+    ENDS[end](node)
+    node.jobs.do("hash")
+
+    assert node.last_committed == state
+
+
+@pytest.mark.parametrize("words", [[], [COPIED], [INTACT]])
+@pytest.mark.parametrize("end", ["disconnected", "another generation", "newer workers"])
+def test_what_is_not_stamped_by_both_is_not_saved(end, words):
+    node = Node().start().go()
+    before = node.copy(1)
+    for n in (0, 1):
+        node.stamp(n, COPIED, INTACT)
+    node.core.tick()
+    node.jobs.do("hash")
+    state = node.copy(2)
+    node.core.mark_written(node.posts[0], state)
+    node.stamp(1, *words)
+    ENDS[end](node)
+    node.jobs.do("hash")
+
+    assert node.last_committed == before
 
 
 def test_a_flush_is_for_the_newest_though_an_older_one_could_not_be_written(tmp_path):

@@ -66,7 +66,7 @@ RANK = RankInfo(Shard(0, 1), 0, 1, 0)
 REPLIES = [
     HelloReply(7),
     ReservedSlots((1, 2)),
-    SaveDecision(Lease(1, StateId(1, 2), "look")),
+    SaveDecision(Lease(1, StateId(1, 2), 3, "look")),
     SaveDecision(skipped=Skipped("too early", is_due=False)),
     Restore(),
     OpenedShard(path="/x"),

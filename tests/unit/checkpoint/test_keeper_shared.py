@@ -59,7 +59,7 @@ class Node:
             shard, specs, replicas, range(self.n) if shares else (), self.on_device
         )
         self.layouts[rank] = plan_image(shard, specs, 100, replicas, shared)
-        self.slots[rank] = self.keepers[rank].reserve(self.layouts[rank], slots=2)
+        self.slots[rank] = self.keepers[rank].reserve(self.layouts[rank], slots=2).slots
 
     def copy(self, rank, step, wrong=()):
         """Return the lease after the copy, or why there is none; *wrong*: tensors with a flip."""

@@ -56,7 +56,7 @@ class Node:
             layout = plan_image(Shard(self.first + rank, self.world), specs, 100, self.last_equal)
             if self.world == self.n:
                 keeper.restore_point(1.0)
-            self.ranks.append((keeper, layout, keeper.reserve(layout, slots=2)))
+            self.ranks.append((keeper, layout, keeper.reserve(layout, slots=2).slots))
         if self.world != self.n:
             self.node.core.restore_from(None, 1 + generation)
             self.ranks[0][0].restore_point(1.0)
@@ -76,9 +76,8 @@ class Node:
                 if (rank, placed.spec.name) in (wrong or ()):
                     data[1234] ^= 4
                 view[placed.begin : placed.end] = bytes(data)
-            state = grant.state
         for keeper, *_ in self.ranks:
-            keeper.mark_written(Lease(grant.slot, state))
+            keeper.mark_written(grant)
         return notices
 
     def told(self, *kinds):

@@ -71,7 +71,7 @@ class Node:
             replicas = dict.fromkeys(NAMES, tuple(alike))
             shared = plan_sharing(shard, specs, replicas, self.ranks, on_device)
             self.layouts.append(plan_image(shard, specs, 100, replicas, shared))
-            self.slots.append(keeper.reserve(self.layouts[-1], slots=2))
+            self.slots.append(keeper.reserve(self.layouts[-1], slots=2).slots)
         return self
 
     def save(self, step, wrong=()):

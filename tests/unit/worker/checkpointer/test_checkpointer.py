@@ -975,7 +975,7 @@ def test_a_copy_that_is_still_made_when_the_script_ends_is_written(node):
     saver = ck._saver
     ck.step(2)
     saver._pending, saver._lease = Slow(), saver.keeper.acquire(3)
-    saver._copier.start(saver._lease.slot, saver._capturer.capture(3))
+    saver._copier.start(saver._lease, saver._capturer.capture(3))
     ck._at_exit()  # as at the end of the process, without `close`
 
     assert node.core.memory.buffer_table.last_committed.step == 3

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.keeper_ranks import LEASE, reserved_of
 
-from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
 from gpuops.worker.staging.capture import StateCapturer
@@ -19,12 +19,13 @@ def parts_of(**values):
 def test_a_header_that_changed_in_memory_is_written_anew():
     capturer = StateCapturer(parts_of(x=torch.arange(9.0)), Shard(0, 1), allow_pickle=False)
     capture = capturer.capture(1)
-    with SharedBuffer.create("test", capture.plan.layout.nbytes) as memory:
-        copier = SlotCopier(capture.plan, [memory], pytest.fail)
-        copier.start(0, capture)
+    with reserved_of(capture.plan.layout) as reserved:
+        memory = reserved.slots[0]
+        copier = SlotCopier(capture.plan, reserved, pytest.fail)
+        copier.start(LEASE, capture)
         wanted = bytes(memory.view)
         memory.view[20] ^= 1
 
-        copier.start(0, capturer.capture(1))
+        copier.start(LEASE, capturer.capture(1))
 
         assert bytes(memory.view) == wanted

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from support.in_process_keeper import InProcessNode
+from support.keeper_ranks import reserved_of
 from support.placed import as_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,9 +16,10 @@ from torch.distributed.tensor import Shard as ByRows
 from torch.distributed.tensor import zeros
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.memory import shared_buffer
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.types import CheckpointError, Shard
+from gpuops.checkpoint.types import CheckpointError, Shard, StateId
 from gpuops.convert.tensors import is_dtensor
 from gpuops.worker.assemble import StateAssembler
 from gpuops.worker.checkpointer import Checkpointer
@@ -256,15 +258,12 @@ def test_slots_are_pinned_before_training_or_a_warning_says_why_not(monkeypatch,
     given.add_values("extra", {"weight": torch.arange(9.0)})
     captured = StateCapturer(given.adapters, Shard(0, 1), allow_pickle=False).capture(1)
     plan = replace(captured.plan, device=torch.device("cpu"))
-    with (
-        SharedBuffer.create("a", plan.layout.nbytes) as a,
-        SharedBuffer.create("b", plan.layout.nbytes) as b,
-    ):
-        copier = SlotCopier(plan, [a, b], told.append)
+    with reserved_of(plan.layout, 2) as reserved:
+        copier = SlotCopier(plan, reserved, told.append)
         copier.populate(1)
-        assert len(cuda.runtime.registered) == (0 if code else 2)
+        assert len(cuda.runtime.registered) == (0 if code else 3)  # and their stamp
         assert len(told) == (2 if code else 0)
-        copier.start(1, replace(captured, plan=plan))
+        copier.start(Lease(1, StateId(0, 1), 1), replace(captured, plan=plan))
         copier.close()
         assert not cuda.runtime.registered
 

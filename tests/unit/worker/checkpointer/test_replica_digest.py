@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
+from support.keeper_ranks import LEASE, reserved_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.assemble import StateAssembler
 from gpuops.worker.staging import replica_digest
@@ -92,9 +92,11 @@ def shares(cuda):
         finally:
             dist.destroy_process_group()
         layout = capture.plan.layout
-        with SharedBuffer.create("test", layout.nbytes) as memory:
-            copier = SlotCopier(capture.plan, [memory], pytest.fail)
-            pending = copier.start(0, capture, **options)
+        with reserved_of(layout) as reserved:
+            memory = reserved.slots[0]
+            copier = SlotCopier(capture.plan, reserved, pytest.fail)
+            pending = copier.start(LEASE, capture, **options)
+            pending.wait()
             (shared,) = layout.shared
             begin, end = layout.digests.begin, layout.digests.end
             found = bytes(memory.view[begin:end])
@@ -115,7 +117,7 @@ def test_ranks_with_state_on_devices_copy_a_part_each_and_digest_all(cuda, share
     assert digests == other_digests
     assert set(digests) == {*names, *others}
     in_turn = [work for work in cuda.works if work.stream is cuda.computing]
-    assert len(cuda.works) == 4 + 8  # copies and digests
+    assert len(cuda.works) == 4 + 8 + 2  # copies, digests and stamps
     assert len(in_turn) == (1 + 2 if overlap else 4 + 8), "of the frozen one, or of all"
     for name, parameter in model.module.named_parameters():
         assert digests[f"model.{name}"] == both(parameter)[1]

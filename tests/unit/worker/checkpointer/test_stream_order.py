@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.keeper_ranks import LEASE, reserved_of
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
@@ -35,9 +36,9 @@ def copier(cuda):
         optimizer_owned=(weight,),
         others=tuple(i for i in range(len(captured.tensors)) if i != weight),
     )
-    with SharedBuffer.create("test", plan.layout.nbytes) as memory:
-        copier = SlotCopier(plan, [memory], pytest.fail)
-        yield lambda **options: copier.start(0, replace(captured, plan=plan), **options)
+    with reserved_of(plan.layout) as reserved:
+        copier = SlotCopier(plan, reserved, pytest.fail)
+        yield lambda **options: copier.start(LEASE, replace(captured, plan=plan), **options)
         copier.close()
 
 
@@ -68,6 +69,15 @@ def test_without_overlap_nothing_that_computes_later_comes_before_the_copy(cuda,
     later = cuda.launch("forward 2")
 
     assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= later.after
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_stamp_is_written_after_each_part_of_a_copy(cuda, copier, overlap):
+    pending = copier(overlap=overlap)
+
+    stamp = cuda.works[-1]
+    assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= stamp.after
+    assert stamp in pending.event.known
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -43,6 +43,11 @@ class Job:
             self.model(torch.tensor(indexes))
         between()
 
+    def fence(self):
+        """Begin a step of the optimizer, which on a device waits for the copy."""
+        self.optimizer.zero_grad()
+        self.optimizer.step()
+
     @torch.no_grad()
     def clamp(self):
         self.model[1].weight.clamp_(-0.01, 0.01)
@@ -124,6 +129,34 @@ def test_after_two_torn_copies_training_waits_for_each_and_all_are_saved(
     WRITERS[writer](job)
     assert job.ck.stats["saved"] == before + 2
     assert job.ck.stats["off"] is None
+
+
+@pytest.mark.parametrize(
+    ("deeds", "step"),
+    [
+        ("fence, copy", 3),
+        ("copy, fence", 3),
+        ("fence", 2),
+        ("copy", 2),  # it may be torn, and its rank can no longer be asked
+        ("clamp, fence, copy", 2),
+        ("clamp, copy", 2),
+    ],
+)
+def test_a_rank_that_is_killed_loses_its_last_state_only_where_it_may_be_torn(
+    job, node, cuda, deeds, step
+):
+    saved = {2: [p.detach().clone() for p in job.model.parameters()]}
+    job.train()
+    saved[3] = [p.detach().clone() for p in job.model.parameters()]
+    assert job.ck.stats["keeper"]["newest"][1] == 2
+    for deed in deeds.split(", "):
+        {"fence": job.fence, "copy": cuda.catch_up, "clamp": job.clamp}[deed]()
+    node.kill()
+    cuda.catch_up()
+    again = Job(node)
+
+    assert again.ck.stats["restored"]["step"] == step
+    assert all(map(torch.equal, again.model.parameters(), saved[step]))
 
 
 def test_a_write_after_the_fence_comes_after_the_copy():

@@ -8,6 +8,7 @@ from support.peer_keepers import Node, commit, save, seat
 
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.messages import Lease
+from gpuops.checkpoint.placement.estimate import RamNeed
 from gpuops.checkpoint.types import Shard, StateId, Tier
 
 N_BYTES, OWN_BYTES = 40_000_000, 1000
@@ -79,7 +80,8 @@ def test_a_lost_node_is_replaced_from_what_another_holds_alike(start):
     # Both images of both states have crossed: what only their ranks have, and the headers.
     assert 4 * OWN_BYTES < sent_bytes(nodes) < 4 * (OWN_BYTES + 20_000)
     held = [node.agent.stats()["held_for_others_bytes"] for node in nodes]
-    assert max(held) < 2 * (OWN_BYTES + 20_000)
+    planned = RamNeed(1, layout_of(0, 2).nbytes, replicas=2, shared_bytes=N_BYTES)
+    assert held == [planned.peers_bytes] * 2
     assert nodes[0].shards_here(state) == [Shard(0, 2), Shard(1, 2)]
 
     nodes[1].kill()

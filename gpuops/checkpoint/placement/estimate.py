@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
-from gpuops.checkpoint.agreement.write_once import is_written_once
+from gpuops.checkpoint.agreement.replica_check import RANK_DIGESTS_MAX
+from gpuops.checkpoint.agreement.write_once import KEYS_MAX, is_written_once
 from gpuops.checkpoint.placement.domains import FailureDomains
 from gpuops.checkpoint.placement.replica_placement import ReplicaPlacement, place
 from gpuops.checkpoint.placement.survival import (
@@ -42,7 +44,8 @@ class RamNeed:
 
     ``slots`` is for each state of its own, ``copy_slots`` for each replica of a peer's state;
     ``replicas`` counts the copies of a state, the node's own included. ``shared_bytes`` of the
-    ``bytes_per_rank`` are alike on all ranks, which save them once a node and write them once.
+    ``bytes_per_rank`` are alike on every ``shards``-th rank (HSDP; 1: on all), which save them once
+    a node and write them once. ``are_alike``: each holder has these bytes of its owner itself.
     """
 
     ranks: int
@@ -51,14 +54,20 @@ class RamNeed:
     slots: int = SLOTS_MIN
     copy_slots: int = SLOTS_MIN
     shared_bytes: int = 0
+    shards: int = 1
+    are_alike: bool = True
 
     def __post_init__(self) -> None:
-        counts = (self.ranks, self.bytes_per_rank, self.replicas)
+        counts = (self.ranks, self.bytes_per_rank, self.replicas, self.shards)
         if min(counts) < 1 or min(self.slots, self.copy_slots) < SLOTS_MIN:
             raise CheckpointError(
                 f"RAM cannot be planned for {self.ranks} ranks of {self.bytes_per_rank} bytes with"
                 f" {self.replicas} copies in {self.slots} and {self.copy_slots} slots: at least one"
                 f" of each and {SLOTS_MIN} slots are needed"
+            )
+        if self.shards % self.ranks and self.ranks % self.shards:
+            raise CheckpointError(
+                f"nodes of {self.ranks} ranks do not have whole parts of {self.shards} shards"
             )
         if not 0 <= self.shared_bytes <= self.bytes_per_rank:
             raise CheckpointError(
@@ -68,14 +77,30 @@ class RamNeed:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of one state of the node: one slot of each rank."""
-        return self.shared_bytes + self.ranks * (self.bytes_per_rank - self.shared_bytes)
+        return self._n_shards * self.shared_bytes + self._by_rank_bytes
+
+    @property
+    def replica_bytes(self) -> int:
+        """Return the bytes of one copy of the node's state on a peer."""
+        return self._by_rank_bytes if self.are_alike else self.state_bytes
+
+    @property
+    def _n_shards(self) -> int:
+        """Return how many different shards of what is shared one node has."""
+        return min(self.shards, self.ranks)
+
+    @property
+    def _by_rank_bytes(self) -> int:
+        return self.ranks * (self.bytes_per_rank - self.shared_bytes)
 
     def persisted_bytes(self, n_nodes: int) -> int:
-        """Return the bytes that each of *n_nodes* writes of one state that all ranks share."""
+        """Return the bytes that each of *n_nodes* writes of one state."""
         own_bytes = self.bytes_per_rank - self.shared_bytes
-        if not is_written_once(own_bytes, self.shared_bytes, n_nodes * self.ranks):
+        n_sharers = n_nodes * self.ranks * self._n_shards // self.shards
+        is_once = is_written_once(own_bytes, self._n_shards * self.shared_bytes, n_sharers)
+        if not is_once or self.shards > KEYS_MAX or self._n_shards > RANK_DIGESTS_MAX:
             return self.state_bytes
-        return -(-self.shared_bytes // n_nodes) + self.ranks * own_bytes
+        return -(-self.shards * self.shared_bytes // n_nodes) + self._by_rank_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -88,7 +113,7 @@ class RamNeed:
 
     @property
     def peers_bytes(self) -> int:
-        return self.state_bytes * self.copy_slots * (self.replicas - 1)
+        return self.replica_bytes * self.copy_slots * (self.replicas - 1)
 
     @property
     def total_bytes(self) -> int:
@@ -98,11 +123,11 @@ class RamNeed:
         by_rank = self.bytes_per_rank - self.shared_bytes
         own = f"{self.ranks} ranks x {format_bytes(by_rank)}"
         if self.shared_bytes:
-            own = f"({format_bytes(self.shared_bytes)} + {own})"
+            own = f"({format_bytes(self._n_shards * self.shared_bytes)} + {own})"
         own = f"{self.slots} slots x {own}"
         if self.replicas == 1:
             return f"{format_bytes(self.total_bytes)} a node ({own})"
-        if self.copy_slots == self.slots:
+        if (self.copy_slots, self.replica_bytes) == (self.slots, self.state_bytes):
             return f"{format_bytes(self.total_bytes)} a node ({own} x {self.replicas} copies)"
         peers = f"{format_bytes(self.peers_bytes)} for peers, {self.copy_slots} slots"
         return f"{format_bytes(self.total_bytes)} a node ({own}, and {peers})"
@@ -122,12 +147,13 @@ def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
     least_bytes = need.total_bytes
     weights = max(1, round(need.bytes_per_rank * WEIGHTS_ONLY_SHARE))
     shared = min(weights, round(need.shared_bytes * WEIGHTS_ONLY_SHARE))
-    for saving, saving_fields in (
+    savings: tuple[tuple[RamSaving, dict[str, Any]], ...] = (
         (RamSaving.SPARSE_COPIES, {"copy_slots": SLOTS_MIN}),
         (RamSaving.TWO_SLOTS, {"slots": SLOTS_MIN}),
         (RamSaving.WEIGHTS_ONLY, {"bytes_per_rank": weights, "shared_bytes": shared}),
         (RamSaving.NO_COPIES, {"replicas": 1}),
-    ):
+    )
+    for saving, saving_fields in savings:
         need = replace(need, **saving_fields)
         if need.total_bytes < least_bytes:
             least_bytes = need.total_bytes
@@ -240,6 +266,7 @@ def estimate(job: EstimateInput) -> CheckpointEstimate:
     """
     paths = None if job.domains is None else job.domains.of(job.nodes)
     placement = place(job.nodes, job.replicas, paths)
+    job = replace(job, need=replace(job.need, are_alike=_are_alike(placement, job)))
     n_nodes, m = len(job.nodes), placement.replicas
     recoveries = tuple(
         RecoveryOdds(
@@ -269,9 +296,20 @@ def estimate(job: EstimateInput) -> CheckpointEstimate:
     )
 
 
+def _are_alike(placement: ReplicaPlacement, job: EstimateInput) -> bool:
+    """Return whether the holders of each node have the same shards as that node."""
+    n_nodes = max(job.need.shards // job.need.ranks, 1)  # that have all shards together
+    shards = {node: number % n_nodes for number, node in enumerate(job.nodes)}
+    return all(
+        shards[holder] == shards[node]
+        for node in placement.nodes
+        for holder in placement.holders(node)
+    )
+
+
 def _transfer_times(job: EstimateInput, m: int) -> TransferTimes:
     size, nic, disk = job.need.state_bytes, job.nic_bytes_per_s, job.disk_bytes_per_s
-    replica_s = None if nic is None else size / nic
+    replica_s = None if nic is None else job.need.replica_bytes / nic
     return TransferTimes(
         replica_s,
         0.0 if m == 1 else None if replica_s is None else replica_s * (m - 1),
@@ -286,7 +324,8 @@ def _tier_intervals(
     if seconds.replicas_s is None or seconds.persist_s is None or seconds.read_s is None:
         return None
     # A lost node's state comes from a peer, and all others wait for it.
-    from_peer_s = (seconds.replica_s or 0.0) if job.replicas > 1 else 0.0
+    nic = job.nic_bytes_per_s
+    from_peer_s = job.need.state_bytes / nic if nic is not None and job.replicas > 1 else 0.0
     return two_tiers(
         TierCost(stall_s, seconds.replicas_s, job.restart_s + from_peer_s),
         TierCost(

@@ -16,7 +16,7 @@ from gpuops.checkpoint.placement.estimate import (
     ram_refusal,
 )
 from gpuops.checkpoint.placement.replica_placement import NODES_MAX
-from gpuops.checkpoint.types import IMAGE_BYTES_MAX
+from gpuops.checkpoint.types import IMAGE_BYTES_MAX, WORLD_MAX
 from gpuops.cli.options import json_option, option_callback
 from gpuops.config.schema import seconds_up_to, to_size
 from gpuops.errors import EXIT_FAIL, EXIT_OK, UsageError
@@ -93,8 +93,15 @@ _PERCENT = option_callback(_parse_percent)
     "--shared-bytes",
     metavar="SIZE",
     callback=_SIZE,
-    help="How much of it all ranks hold alike, save once a node and write once: with"
-    " DistributedDataParallel, parameters and optimizer state; default: nothing.",
+    help="How much of it replicas hold alike, save once a node and write once: with"
+    " DistributedDataParallel and HSDP, parameters and optimizer state; default: nothing.",
+)
+@click.option(
+    "--shards",
+    metavar="N",
+    type=click.IntRange(1, WORLD_MAX),
+    default=1,
+    help="HSDP: over how many neighbouring ranks one replica of the shared bytes is sharded.",
 )
 @click.option("--slots", type=click.IntRange(SLOTS_MIN, 16), default=SLOTS_MIN, show_default=True)
 @click.option("--ram", metavar="SIZE", callback=_SIZE, help="A node's memory for checkpoints.")
@@ -145,6 +152,7 @@ def plan(
     gpus_per_node: int,
     bytes_per_gpu: int,
     shared_bytes: int | None,
+    shards: int,
     slots: int,
     ram: int | None,
     nic_gbps: float | None,
@@ -169,6 +177,8 @@ def plan(
     if shared > bytes_per_gpu:
         raise UsageError(f"--shared-bytes {shared} is more than --bytes-per-gpu {bytes_per_gpu}")
     names, node_domains = nodes_and_domains(nodes, domains)
+    if shards > len(names) * gpus_per_node:
+        raise UsageError(f"--shards {shards} with {len(names) * gpus_per_node} ranks")
     if replicas > len(names):
         raise UsageError(
             f"--replicas {replicas} with {len(names)} nodes: a node holds one copy of a state at"
@@ -179,7 +189,7 @@ def plan(
             nodes=names,
             replicas=replicas,
             domains=node_domains,
-            need=RamNeed(gpus_per_node, bytes_per_gpu, replicas, slots, slots, shared),
+            need=RamNeed(gpus_per_node, bytes_per_gpu, replicas, slots, slots, shared, shards),
             mtbf_s=mtbf_of_nodes(len(names)) if mtbf_hours is None else mtbf_hours * 3600,
             restart_s=restart,
             slowdown=slowdown,

@@ -64,6 +64,7 @@ def _ram_json(plan: CheckpointEstimate, ram_bytes: int | None, refusal_text: str
     return {
         **asdict(need),
         "state_bytes": need.state_bytes,
+        "replica_bytes": need.replica_bytes,
         "own_bytes": need.own_bytes,
         "peers_bytes": need.peers_bytes,
         "total_bytes": need.total_bytes,
@@ -215,9 +216,11 @@ def _cost_lines(
     yield labelled(
         "", "slots are allocated in restore(), in huge pages where shmem_enabled allows them"
     )
-    state = format_bytes(need.state_bytes)
     if plan.placement.replicas > 1:
-        yield labelled("replica", _replica_time(plan, state))
+        yield labelled("replica", _replica_time(plan, format_bytes(need.replica_bytes)))
+        if need.shared_bytes and need.are_alike:
+            held = format_bytes(need.state_bytes - need.replica_bytes)
+            yield labelled("", f"no copies of the other {held}: holders have them themselves")
     written = format_bytes(need.persisted_bytes(len(plan.job.nodes)))
     if seconds.persist_s is None:
         yield labelled("persist", f"{written} a node; seconds with --disk-gbs")

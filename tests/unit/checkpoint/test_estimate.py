@@ -49,6 +49,35 @@ def test_seconds_of_models_of_all_sizes(bytes_per_rank, stall_s, replica_s, pers
     assert plan.times.persist_s == pytest.approx(persist_s, abs=0.05)
 
 
+def test_copies_of_what_replicas_share_are_needed_where_a_holder_has_another_shard():
+    need = RamNeed(8, 12 * GB + 10**6, 2, shared_bytes=12 * GB, shards=16)
+    alike = estimate(job(need=need, domains=even_domains(NODES, 8)))
+    apart = estimate(job(need=replace(need, shards=32), domains=even_domains(NODES, 16)))
+    no_replicas = estimate(job(need=replace(need, shards=128)))
+
+    assert alike.job.need.are_alike
+    assert alike.times.replica_s == 8e6 / 10.5e9
+    # What others wait for after a loss is all of a node's state.
+    assert alike.tiers is not None
+    restart_s = 60 + alike.job.need.state_bytes / 10.5e9
+    assert (
+        alike.tiers.memory
+        == two_tiers(
+            TierCost(alike.stall_s, 8e6 / 10.5e9, restart_s),
+            TierCost(alike.times.persist_s * 0.05, alike.times.persist_s, 60 + alike.times.read_s),
+            8 * 3600.0,
+            alike.missed,
+            0.0,
+        ).memory
+    )
+    assert not no_replicas.job.need.are_alike
+    assert no_replicas.times.replica_s == no_replicas.job.need.state_bytes / 10.5e9
+    at = {node: number % 4 for number, node in enumerate(NODES)}
+    assert apart.job.need.are_alike == all(
+        at[node] == at[holder] for node in NODES for holder in apart.placement.holders(node)
+    )
+
+
 def test_odds_and_what_they_say_of_failures():
     plan = estimate(job())
 

@@ -1,5 +1,7 @@
 """RAM for copies: the figures, what is refused, and in which order things are given up."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +67,41 @@ def test_what_does_not_fit_is_refused_with_figures_and_the_first_that_would():
     )
 
 
+def test_a_holder_has_itself_what_all_ranks_share():
+    need = RamNeed(ranks=8, bytes_per_rank=24 * GB, replicas=2, shared_bytes=24 * GB - 10**6)
+
+    assert need.replica_bytes == 8 * 10**6
+    assert need.total_bytes == 2 * (24 * GB - 10**6) + 4 * 8 * 10**6
+    assert str(need) == (
+        "48.0 GB a node (2 slots x (24.0 GB + 8 ranks x 1.0 MB), and 16.0 MB for peers, 2 slots)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shards", "n_shards", "disk_bytes"),
+    [
+        (1, 1, GB / 4),
+        (2, 2, 2 * GB / 4),
+        (8, 8, 8 * GB / 4),
+        (16, 8, 16 * GB / 4),
+        (512, 8, 8 * GB),  # more than are written once
+    ],
+)
+def test_hsdp_has_each_shard_once_a_node_and_writes_it_once(shards, n_shards, disk_bytes):
+    own = 1000
+    need = RamNeed(ranks=8, bytes_per_rank=GB + own, replicas=2, shared_bytes=GB, shards=shards)
+
+    assert need.state_bytes == n_shards * GB + 8 * own
+    assert need.persisted_bytes(4) == disk_bytes + 8 * own
+    assert need.replica_bytes == 8 * own
+    assert replace(need, are_alike=False).replica_bytes == need.state_bytes
+
+
+def test_nodes_with_parts_of_shards_are_an_error():
+    with pytest.raises(CheckpointError, match="nodes of 8 ranks do not have whole parts of 12"):
+        RamNeed(ranks=8, bytes_per_rank=1, replicas=1, shards=12)
+
+
 @given(
     st.builds(
         RamNeed,
@@ -81,15 +118,22 @@ def test_each_option_needs_less_and_only_what_does_not_fit_is_refused(need, avai
     sizes = [option.need.total_bytes for option in ram_options(need)]
 
     assert sizes == sorted(set(sizes), reverse=True)
-    assert need.total_bytes == need.state_bytes * (
-        need.slots + need.copy_slots * (need.replicas - 1)
-    )
+    copies_bytes = need.replica_bytes * need.copy_slots * (need.replicas - 1)
+    assert need.total_bytes == need.state_bytes * need.slots + copies_bytes
+    assert (need.replica_bytes == need.state_bytes) == (need.shared_bytes == 0)
     assert (ram_refusal(need, available) is None) == (need.total_bytes <= available)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"ranks": 0}, {"bytes_per_rank": 0}, {"replicas": 0}, {"slots": 1}, {"copy_slots": 1}],
+    [
+        {"ranks": 0},
+        {"bytes_per_rank": 0},
+        {"replicas": 0},
+        {"slots": 1},
+        {"copy_slots": 1},
+        {"shards": 0},
+    ],
 )
 def test_less_than_a_copy_in_two_slots_is_an_error(wrong):
     with pytest.raises(CheckpointError, match="at least one of each and 2 slots"):

@@ -64,6 +64,18 @@ def test_what_ranks_of_a_node_share_is_counted_once():
         run("--nodes", "2", *SIZE, "--shared-bytes", "13GB")
 
 
+def test_of_what_all_ranks_share_no_copies_are_made():
+    ddp = ("--bytes-per-gpu", "24.001GB", "--shared-bytes", "24GB")
+    text, figures = (show("--nodes", "2", "--domains", "2", *ddp) for show in (shown, as_json))
+
+    assert "no copies of the other 24.0 GB: holders have them themselves" in text
+    assert figures["ram"]["peers_bytes"] == 2 * figures["ram"]["replica_bytes"] == 2 * 8e6
+    apart = shown("--nodes", "2", *ddp, "--shards", "16")  # one replica: FSDP
+    assert "no copies of" not in apart
+    with pytest.raises(UsageError, match="--shards 32 with 16 ranks"):
+        run("--nodes", "2", *ddp, "--shards", "32")
+
+
 def test_a_topology_gives_the_nodes_their_groups_and_what_falls_with_a_switch(topology):
     text = shown("--domains", topology, *SIZE, *RATES, "--step", "10s")
 

@@ -66,7 +66,8 @@ def test_two_that_go_on_without_the_third_have_its_state_and_persist_into_one_di
 ):
     directory = tmp_path / "ckpt"
     flags = ("--ckpt-dir", directory, "--grow-after", "never")
-    run = started(hosts, tmp_path, *map(str, flags), nnodes="2:3")
+    wide = ("--width", "2000")  # 1.75 MB that all ranks hold alike
+    run = started(hosts, tmp_path, *map(str, flags), nnodes="2:3", args=wide)
     run.wait_for_step(200, limit_s=150)
     run.wait(lambda: list(directory.glob("step-*/manifest.json")), "the first that persists")
 
@@ -76,6 +77,9 @@ def test_two_that_go_on_without_the_third_have_its_state_and_persist_into_one_di
     (found,) = loads(run, 1)
     assert found > 0
     assert "persistent" not in tiers(run)
+    copies = [event["payload"] for event in run.events("checkpoint.replicated")]
+    assert copies
+    assert all(copy["bytes"] < 200_000 * copy["count"] for copy in copies)
 
 
 def digests(run):

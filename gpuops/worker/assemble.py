@@ -13,7 +13,7 @@ from torch import nn
 from gpuops.checkpoint.types import ArgumentError, CheckpointError
 from gpuops.worker.state.adapter import StateAdapter
 from gpuops.worker.state.model import ModelAdapter
-from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ValueAdapter
+from gpuops.worker.state.objects import GeneratorAdapter, ObjectAdapter, ScalerAdapter, ValueAdapter
 from gpuops.worker.state.optimizer import OptimizerAdapter
 from gpuops.worker.state.zero_optimizer import ZeroOptimizerAdapter, is_zero
 
@@ -146,6 +146,9 @@ class StateAssembler:
                 f"{key} is a {type(value).__qualname__}, which has no state_dict and "
                 "load_state_dict; plain values go into extra={...}"
             )
+        scaler = torch.amp.GradScaler
+        if isinstance(value, scaler) and type(value).state_dict is scaler.state_dict:
+            return ScalerAdapter(key, value)
         return ObjectAdapter(key, value, allow_pickle=self._allow_pickle)
 
     def _parameter_names(self) -> dict[int, str]:

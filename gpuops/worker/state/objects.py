@@ -120,6 +120,39 @@ class ObjectAdapter:
         return decoder.decode(fragments[0], self.key)
 
 
+class ScalerAdapter(ObjectAdapter):
+    """A `torch.amp.GradScaler`, whose own ``state_dict`` waits for its device."""
+
+    def __init__(self, key: str, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(key, scaler)
+
+    def read(self) -> AdapterSnapshot:
+        scaler = self._stateful
+        if not scaler.is_enabled():
+            return super().read()
+        # No public name returns them as they are.
+        scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+        if scale is None or tracker is None:  # before its first use, which makes such tensors
+            state, device = scaler.state_dict(), getattr(scaler, "_device", "cpu")
+            scale = torch.tensor(state["scale"], dtype=torch.float32, device=device)
+            tracker = torch.tensor(state["_growth_tracker"], dtype=torch.int32, device=device)
+        return self._encode(
+            {
+                "scale": scale,
+                "growth_factor": scaler.get_growth_factor(),
+                "backoff_factor": scaler.get_backoff_factor(),
+                "growth_interval": scaler.get_growth_interval(),
+                "_growth_tracker": tracker,
+            }
+        )
+
+    def plan_load(self, source: SavedState) -> FinishLoad:
+        state = self._decode(source, None)
+        return lambda: self._stateful.load_state_dict(
+            {name: it.item() if isinstance(it, torch.Tensor) else it for name, it in state.items()}
+        )
+
+
 class GeneratorAdapter(ObjectAdapter):
     """A `torch.Generator`, for example of a sampler."""
 

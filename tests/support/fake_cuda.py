@@ -123,6 +123,11 @@ class FakeCuda:
         self.works.append(work)
         return work
 
+    def launch_beside(self, name):
+        """Put a work on a stream of its own; return it."""
+        with self._stream(FakeStream()):
+            return self.launch(name)
+
     def copy_of(self, tensor):
         """Return the only copy of *tensor*."""
         (work,) = [w for w in self.works if w.name == f"copy {tensor.data_ptr()}"]

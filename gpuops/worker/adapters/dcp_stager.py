@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError
+from gpuops.worker.staging import copy_plan
+from gpuops.worker.staging.device_copy import copy_and_wait
 from gpuops.worker.staging.pinned_buffer import PinnedBuffer
 
 _ALIGN_BYTES = 64
@@ -84,14 +86,14 @@ class GpuopsStager(AsyncStager):
             offsets[key] = end
             end += -(-source.numel() * source.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
         slot = self._take(max(end, 1))
-        device = next((source.device for source in sources.values() if source.is_cuda), None)
+        device = copy_plan.first_cuda_device(list(sources.values()))
         if device is not None and slot.pinned is None:
             slot.pinned = PinnedBuffer(slot.memory, device, _log.warning)
         view = memoryview(slot.memory.view)
         slot.in_use = weakref.ref(view)
         whole = torch.frombuffer(view, dtype=torch.uint8)
         staged = {key: _cut(whole, offsets[key], source) for key, source in sources.items()}
-        _copy(staged, sources)
+        copy_and_wait([staged[key] for key in sources], list(sources.values()), device)
         made = {key: _rewrap(tensors[key], local) for key, local in staged.items()}
         copied: dict[str, Any] = _rebuilt(state_dict, made)
         return copied
@@ -166,15 +168,6 @@ def _cut(whole: torch.Tensor, offset: int, source: torch.Tensor) -> torch.Tensor
     if nbytes == 0:
         return torch.empty(source.shape, dtype=source.dtype)
     return whole[offset : offset + nbytes].view(source.dtype).view(source.shape)
-
-
-def _copy(targets: Mapping[int, torch.Tensor], sources: Mapping[int, torch.Tensor]) -> None:
-    if not sources:
-        return
-    pairs = [(targets[key], sources[key]) for key in sources]
-    torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs], non_blocking=True)
-    if any(source.is_cuda for source in sources.values()):
-        torch.cuda.synchronize()
 
 
 def _rewrap(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,9 @@ from support.keeper_ranks import LEASE, reserved_of
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
+from gpuops.worker.adapters.dcp_stager import GpuopsStager
 from gpuops.worker.assemble import StateAssembler
+from gpuops.worker.staging import device_copy
 from gpuops.worker.staging.capture import StateCapturer
 from gpuops.worker.staging.pinned_buffer import PinnedBuffer
 from gpuops.worker.staging.slot_copier import SlotCopier
@@ -87,19 +89,55 @@ def test_a_copy_is_done_when_each_part_of_it_is(cuda, copier, overlap):
     assert {cuda.copy_of(WEIGHT), cuda.copy_of(AVERAGE)} <= pending.event.known
 
 
-def test_copies_that_were_begun_are_awaited_where_another_one_fails(cuda, copier, monkeypatch):
+@pytest.fixture
+def failing(cuda, monkeypatch):
+    """Have the copy of the average fail."""
     launch = cuda.launch
 
-    def failing(name):
+    def fail(name):
         if name == f"copy {AVERAGE.data_ptr()}":
             raise RuntimeError("out of memory")
         return launch(name)
 
-    monkeypatch.setattr(cuda, "launch", failing)
+    monkeypatch.setattr(cuda, "launch", fail)
+
+
+@pytest.mark.usefixtures("failing")
+def test_copies_that_were_begun_are_awaited_where_another_one_fails(cuda, copier):
     with pytest.raises(RuntimeError, match="out of memory"):
         copier(overlap=True)
 
     assert cuda.copy_of(WEIGHT).is_done
+
+
+def test_a_large_tensor_is_copied_in_pieces_between_which_others_copy(monkeypatch, cuda, copier):
+    monkeypatch.setattr(device_copy, "PIECE_BYTES", 16)
+    copier(overlap=True).wait()
+
+    beside = [work for work in cuda.works if work.stream is not cuda.computing]
+    assert len(beside) == 3 + 1  # the weight of 36 bytes, and the stamp
+
+
+def test_the_stager_of_dcp_waits_for_its_copies_and_not_for_the_device(cuda, monkeypatch):
+    cuda.hold_tensors(monkeypatch)
+    beside = cuda.launch_beside("the user's own")
+    stager = GpuopsStager()
+    staged = stager.stage({"weight": WEIGHT, "step": 3})
+
+    assert torch.equal(staged["weight"], WEIGHT)
+    assert not beside.is_done
+    stager.close()
+
+
+@pytest.mark.usefixtures("failing")
+def test_the_stager_of_dcp_awaits_the_copies_it_began_where_another_one_fails(cuda, monkeypatch):
+    cuda.hold_tensors(monkeypatch)
+    stager = GpuopsStager()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stager.stage({"weight": WEIGHT, "average": AVERAGE})
+
+    assert cuda.copy_of(WEIGHT).is_done
+    stager.close()
 
 
 def test_memory_that_cannot_be_pinned_is_reported_and_leaves_no_error_behind(cuda, monkeypatch):

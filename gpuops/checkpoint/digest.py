@@ -5,7 +5,6 @@ endian) and the table. xxh3 runs at memory speed and releases Python's lock. It 
 corruption; it does not resist deliberate collisions.
 """
 
-from collections.abc import Iterable
 from typing import Self
 
 import xxhash
@@ -77,32 +76,13 @@ def find_damaged_chunks(
     Raises:
         CorruptError: *view* has another length than *digest*, or the digest itself is corrupt.
     """
-    check_size_and_digest(view, digest, chunk_bytes=chunk_bytes)
-    numbers = range(chunk_count(view.nbytes, chunk_bytes=chunk_bytes))
-    return damaged_among(view, digest, numbers, chunk_bytes=chunk_bytes)
-
-
-def check_size_and_digest(
-    view: memoryview, digest: Digest, *, chunk_bytes: int = CHUNK_BYTES
-) -> None:
-    """Raise unless *digest* is self-consistent and has the size of *view*.
-
-    Raises:
-        CorruptError: It does not.
-    """
     check_digest(digest, chunk_bytes=chunk_bytes)
     if view.nbytes != digest.nbytes:
         raise CorruptError(f"there are {view.nbytes} bytes, but {digest.nbytes} were saved")
-
-
-def damaged_among(
-    view: memoryview, digest: Digest, numbers: Iterable[int], *, chunk_bytes: int = CHUNK_BYTES
-) -> tuple[int, ...]:
-    """Return which of the chunks *numbers* (from 0) of *view* are corrupt."""
     with _flat(view) as flat:
         return tuple(
             number
-            for number in numbers
+            for number in range(chunk_count(digest.nbytes, chunk_bytes=chunk_bytes))
             if not is_chunk_intact(
                 flat[number * chunk_bytes : (number + 1) * chunk_bytes], digest, number
             )

@@ -120,13 +120,17 @@ class ShardCopy:
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """The state that all ranks load. ``why``: why newer ones were skipped."""
+    """The state that all ranks load. ``why``: why newer ones were skipped.
+
+    Unless ``is_verified``, what memory has is verified by the ranks, as they read it.
+    """
 
     state: StateId
     world: Annotated[int, Limit(WORLD_MAX, low=1)]
     tier: Tier
     epoch: Annotated[int, Limit(EPOCH_MAX)]  # of the states that are saved from now on
     why: tuple[Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)], ...] = ()
+    is_verified: bool = True
 
 
 @dataclass(frozen=True, slots=True)

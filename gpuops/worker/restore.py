@@ -4,12 +4,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
-    StateId,
 )
 from gpuops.convert.values import ValueDecoder, dumps
 from gpuops.worker.ranks import (
@@ -64,66 +64,91 @@ def restore_adapters(
         if has_process_group(ranks):
             kind = source.kind if source is not None else SourceKind.NOTHING
             check_same_source(kind, SOURCE_KIND_NAMES, ranks)
-        plan = _plan(adapters, source, ranks) if source is not None else None
-        if plan is None and has_process_group(ranks):
+        loaded = _load_newest(adapters, source, ranks) if source is not None else None
+        if loaded is None and has_process_group(ranks):
             check_same_state(None, "by keeper or directory")
-        if plan is None or source is None:
+        if loaded is None or source is None:
             _log.info("no checkpoint: training starts from scratch")
             return None
-        found = plan.found
+        found = loaded.found
         for why in found.why if ranks.rank == 0 else ():  # equal on all ranks
             _log.warning("checkpoint: %s", why)
-        nbytes = _load(adapters, plan, ranks, allow_pickle=allow_pickle)
+        _finish(adapters, loaded, ranks, allow_pickle=allow_pickle)
         seconds = time.monotonic() - started_s
-        source.report_loaded(seconds, nbytes)
+        source.report_loaded(seconds, loaded.nbytes)
     finally:
         if source is not None:
             source.close()
-    state = found.state
-    _log.info("%s restored from %s in %.2f s", state, found.tier, seconds)
+    state, tier = found.state, str(found.tier)
+    _log.info("%s restored from %s in %.2f s", state, tier, seconds)
     return RestoreSummary(
-        state.step, state.epoch, found.world, str(found.tier), nbytes, seconds, found.why
+        state.step, state.epoch, found.world, tier, loaded.nbytes, seconds, found.why
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadPlan:
-    """A state whose needed bytes are all verified, and how each part completes its load."""
+class _LoadedState:
+    """A state of which all tensors were filled, and how each part completes its load."""
 
     found: StateToLoad
     saved: SavedState
     finishes: tuple[FinishLoad, ...]
+    nbytes: int
 
 
-def _plan(
+class _Failure(IntEnum):
+    """What a failed load of any rank means for all, the worst last."""
+
+    NONE = 0
+    UNVERIFIED = 1  # what memory has is damaged: look for the state elsewhere
+    DAMAGED = 2  # look for an older state
+    FINAL = 3
+
+
+def _load_newest(
     adapters: Sequence[StateAdapter], source: StateSource, ranks: RankContext
-) -> _LoadPlan | None:
-    """Return the newest state of which every rank has what it needs; None where there is none."""
+) -> _LoadedState | None:
+    """Load the newest state of which every rank has what it needs; None where there is none."""
+    rejected: StateToLoad | None = None
     for _ in range(AGREE_ATTEMPTS):
         found = source.find()
         if found is None:
+            if rejected is not None:
+                raise CorruptError(f"{rejected.state} is damaged, and there is no older state")
             return None
         if has_process_group(ranks):
             check_same_state((found.state, found.world), "by keeper or directory")
-        plan, error = None, None
-        try:
-            plan = _plan_state(adapters, source, found, ranks)
-        except CheckpointError as exc:
-            error = exc
-        # What a rank needs of a state of its own number of ranks was verified when it was found.
-        if has_process_group(ranks) and found.world != ranks.world:
-            error = _worst_error(error, found.state)
-        if error is None:
-            return plan
-        if not isinstance(error, CorruptError) or found.world == ranks.world:
+        elif rejected is not None and ranks.world > 1 and found.state != rejected.state:
+            raise CorruptError(f"{rejected.state} is damaged; other ranks may have loaded it")
+        loaded, failure, error = _load_together(adapters, source, found, ranks)
+        if failure is _Failure.NONE:
+            return loaded
+        if failure is _Failure.FINAL:
             raise error
-        source.reject(str(error))
+        if failure is _Failure.DAMAGED or not found.is_verified:
+            source.reject(str(error))
+        rejected = found
     raise CheckpointError(f"the newest {AGREE_ATTEMPTS} states are damaged")
 
 
-def _plan_state(
+def _load_together(
     adapters: Sequence[StateAdapter], source: StateSource, found: StateToLoad, ranks: RankContext
-) -> _LoadPlan:
+) -> tuple[_LoadedState | None, _Failure, CheckpointError]:
+    """Load *found*; return what this rank has loaded, the worst failure, and an error to raise."""
+    loaded, failure = None, _Failure.NONE
+    error = CheckpointError(f"another rank cannot load {found.state}")
+    try:
+        loaded = _load(adapters, source, found, ranks)
+    except CheckpointError as exc:
+        error, failure = exc, _failure(exc, found, ranks)
+    if has_process_group(ranks):
+        failure = _Failure(-all_reduce_min([-failure])[0])
+    return loaded, failure, error
+
+
+def _load(
+    adapters: Sequence[StateAdapter], source: StateSource, found: StateToLoad, ranks: RankContext
+) -> _LoadedState:
     saved = SavedState(
         source.open,
         step=found.state.step,
@@ -133,37 +158,38 @@ def _plan_state(
     )
     finishes = tuple(_plan_load(part, saved) for part in adapters)
     saved.fetch()
-    return _LoadPlan(found, saved, finishes)
+    return _LoadedState(found, saved, finishes, saved.load(copy_threads(ranks.local_world)))
 
 
-def _worst_error(error: CheckpointError | None, state: StateId) -> CheckpointError | None:
-    """Return *error*, or one where another rank has a worse one; all ranks must call it."""
-    own = 0 if error is None else 1 if isinstance(error, CorruptError) else 2
-    worst = -all_reduce_min([-own])[0]
-    if worst == own:
-        return error
-    text = f"another rank cannot load {state}"
-    return CorruptError(f"{text}: it is damaged") if worst == 1 else CheckpointError(text)
+def _failure(error: CheckpointError, found: StateToLoad, ranks: RankContext) -> _Failure:
+    if not isinstance(error, CorruptError):
+        return _Failure.FINAL
+    if not found.is_verified:
+        return _Failure.UNVERIFIED
+    # What a rank needs of a state of its own number of ranks was verified when it was found.
+    return _Failure.FINAL if found.world == ranks.world else _Failure.DAMAGED
 
 
-def _load(
-    adapters: Sequence[StateAdapter], plan: _LoadPlan, ranks: RankContext, *, allow_pickle: bool
-) -> int:
-    found, saved = plan.found, plan.saved
+def _finish(
+    adapters: Sequence[StateAdapter],
+    loaded: _LoadedState,
+    ranks: RankContext,
+    *,
+    allow_pickle: bool,
+) -> None:
+    found, saved = loaded.found, loaded.saved
     ignored = sorted(saved.part_keys() - {part.key for part in adapters})
     if ignored and ranks.rank == 0:
         _log.warning(
             "the checkpoint also has %s, which was not given and is not loaded", ", ".join(ignored)
         )
-    nbytes = saved.load(copy_threads(ranks.local_world))
-    for part, finish in zip(adapters, plan.finishes, strict=True):
+    for part, finish in zip(adapters, loaded.finishes, strict=True):
         _finish_load(part, finish)
     if saved.is_own:
         write_rng(_rng(saved, allow_pickle=allow_pickle))
     else:
         _warn_resharded(adapters, saved, found, ranks)
         reseed(found.state.step, ranks.rank, ranks.world, dumps(saved.metadata.get("rng")))
-    return nbytes
 
 
 def _plan_load(adapter: StateAdapter, saved: SavedState) -> FinishLoad:

@@ -15,6 +15,7 @@ from gpuops.checkpoint.agreement.local_recovery import (
     find_restorable,
     open_partial,
 )
+from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.rank_client import KeeperParts, RankKeeperClient
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
@@ -41,12 +42,16 @@ _LARGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StateToLoad:
-    """A state to load. ``why``: why newer ones were skipped."""
+    """A state to load. ``why``: why newer ones were skipped.
+
+    Unless ``is_verified``, the same state may be found again after `StateSource.reject`.
+    """
 
     state: StateId
     world: int
     tier: Tier
     why: tuple[str, ...] = ()
+    is_verified: bool = True
 
 
 class SourceKind(IntEnum):
@@ -81,10 +86,12 @@ class StateSource(Protocol):
         ...
 
     def reject(self, why: str) -> None:
-        """Have `find` look for an older state: this one is damaged. All ranks must call it.
+        """Have `find` look anew: this state is damaged. All ranks must call it.
+
+        It then finds an older one, or the same one verified, where it was not.
 
         Raises:
-            CheckpointError: It cannot look for an older one.
+            CheckpointError: It cannot look anew.
         """
         ...
 
@@ -129,16 +136,17 @@ class KeeperStateSource:
         self._restore_point = restore_point
         if restore_point is None:
             return None
-        return StateToLoad(
-            restore_point.state, restore_point.world, restore_point.tier, restore_point.why
-        )
+        point = restore_point
+        return StateToLoad(point.state, point.world, point.tier, point.why, point.is_verified)
 
     def open(self, shard: Shard) -> OpenedImage:
         assert self._restore_point is not None
         source = self._keeper.open_shard(self._restore_point, shard)
         opened = _MappedFile(source) if isinstance(source, Path) else source
         self._opened.append(opened)
-        return opened if isinstance(opened, KeeperParts) else CompleteImage(opened.view)
+        if isinstance(opened, HashedImage | KeeperParts):
+            return opened
+        return CompleteImage(opened.view)
 
     def reject(self, why: str) -> None:
         assert self._restore_point is not None

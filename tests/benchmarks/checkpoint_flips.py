@@ -8,6 +8,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gpuops.checkpoint.digest import compute_digest
+from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, Lease
@@ -34,6 +36,7 @@ from gpuops.checkpoint.transfer.parallel import TransferOptions
 from gpuops.checkpoint.transfer.server import TransferServer
 from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
+    CorruptError,
     KeeperAddress,
     Shard,
     ShardCopy,
@@ -147,12 +150,19 @@ class _HeldImage:
         )
 
     def offers_memory_copy(self) -> bool:
-        """Say whether the keeper offers the copy in memory; it looks anew for each worker."""
+        """Say whether the keeper offers the copy in memory and a worker finds it intact."""
         keeper = connect_only_rank(self._socket)
         try:
             keeper.set_policy(self._policy)
             offer = keeper.restore_point(_DEADLINE_S)
-            return offer is not None and offer.tier is Tier.MEMORY
+            if offer is None or offer.tier is not Tier.MEMORY:
+                return False
+            image = keeper.open_shard(offer, self.image.layout.shard)
+            assert isinstance(image, HashedImage)
+            with image, suppress(CorruptError):
+                image.ensure([(0, image.nbytes)])
+                return True
+            return False
         finally:
             keeper.close()
 

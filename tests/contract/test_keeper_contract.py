@@ -103,6 +103,21 @@ def again(node, n=2, **kwargs):
     return [Rank(node.connect(rank, n), rank, n, **kwargs) for rank in range(n)]
 
 
+def reject_damaged(ranks):
+    """Have rank 1 find its memory damaged, and both report it; return the next offer."""
+    offers = [rank.keeper.restore_point(60.0) for rank in ranks]
+    with ranks[1].keeper.open_shard(offers[1], Shard(1, 2)) as image:
+        nbytes = len(image.view)
+        with pytest.raises(CorruptError, match="corrupt in piece 0 of 1") as found:
+            image.ensure([(nbytes - 1, nbytes)])
+    for rank, offer in zip(ranks, offers, strict=True):  # the second one comes too late
+        rank.keeper.reject(offer, str(found.value))
+        rank.keeper.restore_point(60.0)
+    offers = [rank.keeper.restore_point(60.0) for rank in ranks]
+    assert offers[0] == offers[1]
+    return offers[0], ranks
+
+
 def test_without_a_state_the_job_begins_anew(node):
     ranks = again(node)
 
@@ -247,10 +262,10 @@ def test_a_bit_that_flipped_in_memory_is_found_and_the_state_before_it_serves(no
     first, second = save_all(ranks, 1), save_all(ranks, 2)
     slots = [slot for slot in ranks[1].slots if holds(slot, ranks[1].layout, 2)]
     slots[0].view[-100] ^= 4
-    ranks = again(node)
-    offer = ranks[0].keeper.restore_point(60.0)
+    offer, ranks = reject_damaged(again(node))
 
     assert offer.state == first
+    assert not offer.is_verified
     assert any(str(second) in why and "corrupt" in why for why in offer.why)
     assert holds(ranks[1].keeper.open_shard(offer, Shard(1, 2)), ranks[1].layout, 1)
 
@@ -262,10 +277,10 @@ def test_the_persistent_copy_of_the_same_state_serves_before_an_older_state(node
     persist_by_hand(ranks, second, tmp_path / "states")
     for slot in ranks[1].slots:
         slot.view[-100] ^= 4
-    ranks = again(node, directory=str(tmp_path / "states"))
-    offer = ranks[0].keeper.restore_point(60.0)
+    offer, ranks = reject_damaged(again(node, directory=str(tmp_path / "states")))
 
     assert (offer.state, offer.tier) == (second, Tier.PERSISTENT)
+    assert offer.is_verified
     for rank in ranks:
         assert holds(rank.keeper.open_shard(offer, rank.layout.shard), rank.layout, 2)
 

@@ -1,12 +1,15 @@
 """A sharded job goes on with another number of ranks, from memory, with the very same state."""
 
+import json
+from pathlib import Path
+
 import pytest
 from support.gloo_ranks import run_ranks, run_script, said
 from support.keeper_ranks import until
 from support.runs import JOBS
 from support.same_state import same
 
-from gpuops.checkpoint.image import read_layout
+from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import Shard
@@ -16,10 +19,15 @@ STEPS = 3
 
 
 @pytest.fixture
-def keeper(tmp_path):
+def keeper_process(tmp_path):
     process = start_or_adopt(tmp_path / "keeper", lease_s=600)
-    yield process.socket_path
+    yield process
     process.kill()
+
+
+@pytest.fixture
+def keeper(keeper_process):
+    return keeper_process.socket_path
 
 
 @pytest.mark.parametrize(
@@ -43,6 +51,40 @@ def test_another_world_goes_on_from_the_same_state(tmp_path, keeper, before, aft
         assert same(loaded[rank]["loaded"], saved[0]["state"])
         assert len(loaded[rank]["losses"]) == 2
     assert "seeded anew" in said(tmp_path, world, "second")
+
+
+def damage(pid, name, step):
+    """Flip a bit of a tensor in the slot called *name* of the keeper *pid* that has *step*."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if not str(link.readlink()).startswith(f"/memfd:{name}-"):
+            continue
+        with link.open("r+b") as file:
+            image = file.read()
+            layout = read_layout(image)
+            if json.loads(read_metadata_blob(memoryview(image), layout))["step"] == step:
+                at = layout.tensors[0].begin
+                file.seek(at)
+                file.write(bytes([image[at] ^ 1]))
+                return
+    raise AssertionError("it has no such state")
+
+
+def test_where_one_rank_finds_its_memory_damaged_all_load_the_state_before(
+    tmp_path, keeper_process
+):
+    """Though the other one has read the newer state by then."""
+    job, keeper = {"kind": "fsdp", "every": 1}, keeper_process.socket_path
+    before = run_ranks(tmp_path, 2, job | {"name": "one", "until": 1, "die": True}, keeper=keeper)
+    run_ranks(tmp_path, 2, job | {"name": "two", "until": 2, "die": True}, keeper=keeper)
+    damage(keeper_process.pid, "gpuops-1-of-2", 2)
+    loaded = run_ranks(tmp_path, 2, job | {"name": "three", "until": 2}, keeper=keeper)
+
+    words = said(tmp_path, 2, "three")
+    assert [each["restored"]["step"] for each in loaded] == [1, 1], words
+    for after, was in zip(loaded, before, strict=True):
+        assert same(after["loaded"], was["state"])
+    assert "step 2" in words
+    assert "corrupt in 1 of 1 pieces" in words
 
 
 @pytest.fixture

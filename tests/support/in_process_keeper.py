@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.jobs import JobKind, OnDone, Work
@@ -203,15 +204,20 @@ class InProcessKeeper:
                     duplicate(source.memory, writable=False),
                     lambda ranges: self._read_parts(restore_point.state, shard, ranges),
                 )
-            return source if isinstance(source, Path) else duplicate(source, writable=False)
+            if isinstance(source, Path):
+                return source
+            digest = core.group.shard_digest(shard)
+            if digest is not None:
+                return HashedImage.open(duplicate_fd(source, writable=False), digest)
+            return duplicate(source, writable=False)
 
         return self._run(do)
 
     def reject(self, restore_point: RestorePoint, why: str) -> None:
         def do(core: KeeperCore) -> None:
             assert core.group is not None
-            state = restore_point.state
-            core.restore_finder.reject(core.group, core.instructions, state, why)
+            rejected = (restore_point.state, restore_point.is_verified)
+            core.restore_finder.reject(core.group, core.instructions, rejected, why)
 
         self._run(do)
 

@@ -1,7 +1,8 @@
 """Select the state to resume from: the newest of which every shard has a copy that verifies.
 
-Memory is read first, then the persistent copy of the same state. A state with a shard that has no
-usable copy is skipped, and the result says why.
+Memory comes first, then the persistent copy of the same state. A state with a shard that has no
+usable copy is skipped, and the result says why. Memory is verified by the ranks, as they read it;
+here only once a rank has found it damaged.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpuops.checkpoint.digest import (
-    check_size_and_digest,
     chunk_count,
-    damaged_among,
+    find_damaged_chunks,
     is_chunk_intact,
 )
 from gpuops.checkpoint.image import read_owners
@@ -28,6 +28,7 @@ from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
+    Digest,
     RestoreUndecidedError,
     Shard,
     StateId,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # the worker does not need its imports
     from gpuops.checkpoint.peers.fetch import PeerShards
 
 _WHY_CHARS_MAX = 300
-_CHUNKS_PER_TASK = 4  # chunks that a thread verifies per task
 
 ShardLocation = SharedBuffer | Path | PartialImage
 A = TypeVar("A")
@@ -69,13 +69,19 @@ class CopyProblem:
 
 @dataclass(frozen=True, slots=True)
 class SelectedState:
-    """A state, and the source of each shard. ``fetched``: memory to release after the load."""
+    """A state, and the source of each shard. ``fetched``: memory to release after the load.
+
+    ``digests``: of what is in this node's memory. Unless ``is_verified``, some of it may be
+    damaged.
+    """
 
     state: StateId
     world: int
     tier: Tier
     sources: Mapping[Shard, ShardLocation]
     fetched: tuple[Closeable, ...] = ()
+    digests: Mapping[Shard, Digest] = field(default_factory=dict)
+    is_verified: bool = True
 
 
 @dataclass(slots=True)
@@ -100,7 +106,8 @@ class StateSearchCriteria:
     ``only``: only this state; ``is_none``: no state at all; ``excluded_step``: no state of
     this step; ``shards`` None: all shards of the state's world are needed. ``loading_world``: how
     many ranks load it: of a state of another number of ranks they need parts of many shards, which
-    are read and verified when they are opened. ``rejected``: states that are known to be damaged.
+    are read and verified when they are opened. ``rejected``: states that are known to be damaged;
+    ``doubted``: those of which a rank found something damaged in memory, which is verified.
     """
 
     is_none: bool = False
@@ -109,6 +116,7 @@ class StateSearchCriteria:
     shards: frozenset[Shard] | None = None
     loading_world: int | None = None
     rejected: Mapping[StateId, str] = field(default_factory=dict)
+    doubted: frozenset[StateId] = frozenset()
 
 
 def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does the work
@@ -123,7 +131,7 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
     check_fits: Callable[[int], None] = lambda _nbytes: None,
     peers: "PeerShards | None" = None,
 ) -> StateSearchResult:
-    """Return the newest complete state from *memory* and *store*, with every byte verified.
+    """Return the newest complete state from *memory* and *store*; what is read is verified.
 
     *memory* must not change meanwhile. *allocate* is called for a shard that has to be read from
     the store, *check_fits* with the size of a part of one. A shard that is missing or corrupt in
@@ -162,6 +170,7 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
             check_fits,
             peers if peers is not None and peers.state == state else None,
             criteria.loading_world,
+            is_doubted=state in criteria.doubted,
         )
         result.selected = candidate.select(criteria.shards, map_function)
         if result.selected is not None:
@@ -206,6 +215,7 @@ class _Candidate:
     check_fits: Callable[[int], None]
     peers: "PeerShards | None" = None
     loading_world: int | None = None
+    is_doubted: bool = False
     fetched: list[Closeable] = field(default_factory=list)
     from_peers: set[Shard] = field(default_factory=set)
     bad: dict[Shard, str] = field(default_factory=dict)
@@ -233,7 +243,14 @@ class _Candidate:
             order = sorted({Shard(rank, world) for rank in owners} - sources.keys())
         if self.peers is not None:
             self.fetched.append(self.peers)
-        return SelectedState(self.state, world, self._tier(sources), sources, tuple(self.fetched))
+        tier, fetched = self._tier(sources), tuple(self.fetched)
+        digests = {
+            shard: held.copy.digest
+            for shard, held in self.memory.items()
+            if sources.get(shard) is held.memory
+        }
+        is_verified = self.is_doubted or not digests
+        return SelectedState(self.state, world, tier, sources, fetched, digests, is_verified)
 
     def _find_sources(
         self, order: Sequence[Shard], sources: dict[Shard, ShardLocation], map_function: MapFunction
@@ -249,9 +266,9 @@ class _Candidate:
                 f"{missing[0].rank} is neither {where}"
             )
             return False
-        self.bad = _damaged_shards(
-            {s: self.memory[s] for s in order if s in self.memory}, map_function
-        )
+        if self.is_doubted:
+            near = {s: self.memory[s] for s in order if s in self.memory}
+            self.bad = _damaged_shards(near, map_function)
         found = dict(zip(order, map_function(self._find_verified, order), strict=True))
         for shard, source in found.items():
             if isinstance(source, str):
@@ -383,7 +400,7 @@ def open_partial(
 def _owners(source: ShardLocation) -> frozenset[int]:
     """Return the ranks whose images have tensors of the image *source*; none where it is invalid.
 
-    The load reports what is invalid.
+    The load reports what is invalid, and finds what is damaged.
     """
     if isinstance(source, PartialImage):
         return frozenset()  # all images are opened
@@ -399,37 +416,20 @@ def _owners(source: ShardLocation) -> frozenset[int]:
 def _damaged_shards(
     memory: Mapping[Shard, MemoryShard], map_function: MapFunction
 ) -> dict[Shard, str]:
-    """Return what is corrupt in each damaged copy, by shard.
+    """Return what is corrupt in each damaged copy, by shard."""
 
-    The threads of *map_function* share the chunks of all shards.
-    """
-    damaged: dict[Shard, str] = {}
-    pieces: list[tuple[Shard, range]] = []
-    for shard, entry in memory.items():
+    def read(shard: Shard) -> str:
+        view, digest = memory[shard].memory.view, memory[shard].copy.digest
         try:
-            check_size_and_digest(entry.memory.view, entry.copy.digest)
+            numbers = find_damaged_chunks(view, digest)
         except CorruptError as exc:
-            damaged[shard] = str(exc)
-            continue
-        numbers = range(chunk_count(entry.memory.nbytes))
-        cuts = range(0, len(numbers), _CHUNKS_PER_TASK)
-        pieces += [(shard, numbers[at : at + _CHUNKS_PER_TASK]) for at in cuts]
+            return str(exc)
+        total = chunk_count(digest.nbytes)
+        where = f"in {len(numbers)} of {total} pieces, the first is piece {min(numbers, default=0)}"
+        return f"it is corrupt {where}" if numbers else ""
 
-    def read_bad(piece: tuple[Shard, range]) -> Sequence[int]:
-        entry = memory[piece[0]]
-        return damaged_among(entry.memory.view, entry.copy.digest, piece[1])
-
-    found: dict[Shard, list[int]] = {}
-    for (shard, _), numbers_bad in zip(pieces, map_function(read_bad, pieces), strict=True):
-        found.setdefault(shard, []).extend(numbers_bad)
-    for shard, numbers_bad in found.items():
-        if numbers_bad:
-            total = chunk_count(memory[shard].memory.nbytes)
-            damaged[shard] = (
-                f"it is corrupt in {len(numbers_bad)} of {total} pieces, the first is piece "
-                f"{numbers_bad[0]}"
-            )
-    return damaged
+    whys = map_function(read, memory)
+    return {shard: why for shard, why in zip(memory, whys, strict=True) if why}
 
 
 def _verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:

@@ -256,12 +256,14 @@ class Restore(Message):
 class OpenedShard(Message):
     """A file, or the size of the memory whose descriptor comes with this reply.
 
-    ``is_partial``: only what is requested with ``read_parts`` is in the memory.
+    ``is_partial``: only what is requested with ``read_parts`` is in the memory. ``root``: of the
+    digest that it has to be verified with, whose table comes with a second descriptor; "": it was.
     """
 
     path: Annotated[str, Limit(16_384)] = ""
     nbytes: Count = 0
     is_partial: bool = False
+    root: Annotated[str, Limit(64)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.image import ImageLayout
 from gpuops.checkpoint.keeper.connection import (
     DEADLINE_S,
@@ -34,6 +35,7 @@ from gpuops.checkpoint.partial_image import ByteRange, PieceMap
 from gpuops.checkpoint.types import (
     WHY_CHARS_MAX,
     CheckpointError,
+    Digest,
     KeeperError,
     RestorePoint,
     Shard,
@@ -171,8 +173,8 @@ class RankKeeperClient:
     def restore_point(self, deadline_s: float) -> RestorePoint | None:
         """Return the state that all ranks load, None where there is none (a fresh start).
 
-        Every byte of it was just verified. The result is the same for all ranks of the generation;
-        the policy of the first caller applies.
+        What is read of it is verified, by now or when it is read. The result is the same for all
+        ranks of the generation; the policy of the first caller applies.
         """
         wait_s = deadline_s + SLACK_S
         found = self._connection.call(Restore, "offer", wait_s=wait_s, deadline_s=deadline_s)
@@ -181,20 +183,22 @@ class RankKeeperClient:
     def open_shard(
         self, restore_point: RestorePoint, shard: Shard
     ) -> "SharedBuffer | Path | KeeperParts":
-        """Return a verified copy of any shard of the state to load, read-only.
+        """Return a copy of any shard of the state to load, read-only.
 
-        Its memory is not reused before `report_restored`, or before this handle is closed. Of a
-        shard that another number of ranks saved only parts may be there, once they are requested.
+        It is verified, but for a `HashedImage` and `KeeperParts`, of which the requested parts are.
+        Its memory is not reused before `report_restored`, or before this handle is closed.
         """
         opened, fds = self._connection.call_for_fds(
             OpenedShard, "open_shard", state=restore_point.state, shard=shard
         )
-        if len(fds) != (0 if opened.path else 1):
+        if len(fds) != (0 if opened.path else 1 + bool(opened.root)):
             for fd in fds:
                 os.close(fd)
             raise KeeperError(f"the keeper sent {len(fds)} descriptors for one shard")
         if opened.path:
             return Path(opened.path)
+        if opened.root:
+            return _attach_hashed(fds[0], fds[1], opened)
         memory = _attach(fds[0], opened.nbytes, writable=False)
         if not opened.is_partial:
             return memory
@@ -205,10 +209,16 @@ class RankKeeperClient:
     def reject(self, restore_point: RestorePoint, why: str) -> None:
         """Report that the state to load is damaged; `restore_point` then returns an older one.
 
-        All ranks of the node report it.
+        Or the same one from verified copies, where it was not. All ranks of the node report it.
         """
-        state = restore_point.state
-        self._connection.call(Done, "reject", state=state, why=why[:WHY_CHARS_MAX])
+        point = restore_point
+        self._connection.call(
+            Done,
+            "reject",
+            state=point.state,
+            is_verified=point.is_verified,
+            why=why[:WHY_CHARS_MAX],
+        )
 
     def _read_parts(self, state: StateId, shard: Shard, ranges: Sequence[ByteRange]) -> None:
         self._connection.call(
@@ -306,6 +316,19 @@ class KeeperParts:
     def close(self) -> None:
         """Release the memory once nothing refers to `view`."""
         self._memory.close()
+
+
+def _attach_hashed(fd: int, table_fd: int, opened: OpenedShard) -> HashedImage:
+    try:
+        with SharedBuffer.attach(table_fd, writable=False) as table:
+            digest = Digest(opened.nbytes, bytes(table.view), opened.root)
+    except CheckpointError as exc:
+        os.close(fd)
+        raise as_keeper_error(exc) from exc
+    try:
+        return HashedImage.open(fd, digest)
+    except CheckpointError as exc:
+        raise as_keeper_error(exc) from exc
 
 
 def _attach(fd: int, nbytes: int, *, writable: bool) -> SharedBuffer:

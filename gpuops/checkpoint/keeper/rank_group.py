@@ -12,6 +12,7 @@ from gpuops.checkpoint.partial_image import ByteRange
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.types import (
     CheckpointError,
+    Digest,
     KeeperError,
     RestorePoint,
     Shard,
@@ -60,7 +61,7 @@ class RankGroup:
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
     ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
     taken their place. ``copies_all_why``: why they share nothing, "" where they do. ``rejected``:
-    states that turned out to be damaged, and how.
+    states that turned out to be damaged, and how; ``is_searched_again``: one was, or is verified.
     """
 
     generation: int
@@ -79,6 +80,7 @@ class RankGroup:
     is_handed_over: bool = False
     is_replaced: bool = False
     copies_all_why: str = ""
+    is_searched_again: bool = False
     rejected: dict[StateId, str] = field(default_factory=dict)
 
     def accepts(
@@ -141,19 +143,32 @@ class RankGroup:
             raise KeeperError(f"the shard of rank {shard.rank} of {state} is not being restored")
         return selected.sources[shard]
 
-    def reject(self, state: StateId, why: str, instructions: "AgentInstructions | None") -> bool:
-        """Do not load *state*, which is damaged; return whether an older one may be searched for.
+    def shard_digest(self, shard: Shard) -> Digest | None:
+        """Return the digest of a shard in this node's memory, None for other shards."""
+        selected = None if self.result is None else self.result.selected
+        return None if selected is None else selected.digests.get(shard)
 
-        Where all nodes have agreed on it, no node can load another one: that is an error.
+    def reject(
+        self,
+        rejected: tuple[StateId, bool],
+        why: str,
+        instructions: "AgentInstructions | None",
+    ) -> bool:
+        """Do not load a state, which is damaged, as it was offered; return whether to search anew.
+
+        *rejected*: the state, and whether it was verified. Only what was is given up for an older
+        state; where all nodes have agreed on it, no node can load another one: that is an error.
         """
         point = self.result.restore_point if self.result is not None else None
-        if point is None or point.state != state:
+        if point is None or (point.state, point.is_verified) != rejected:
             return False
-        self.rejected[state] = why
         self.release_fetched()
         self.result = None
-        if instructions is not None and instructions.is_decided:
-            self.error = f"{state} cannot be loaded: {why}"
+        self.is_searched_again = True
+        if point.is_verified:
+            self.rejected[point.state] = why
+            if instructions is not None and instructions.is_decided:
+                self.error = f"{point.state} cannot be loaded: {why}"
         return not self.error
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ from gpuops.checkpoint.keeper.messages import (
 )
 from gpuops.checkpoint.keeper.rank_group import FENCE_S, ClientConnection, PartsRead
 from gpuops.checkpoint.memory.node_memory import duplicate_fd
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.types import (
     WORLD_MAX,
@@ -250,7 +251,13 @@ class KeeperRequests:
         is_partial = isinstance(source, PartialImage)
         memory = source.memory if isinstance(source, PartialImage) else source
         session.fds.append(duplicate_fd(memory, writable=False))
-        return OpenedShard(nbytes=source.nbytes, is_partial=is_partial)
+        digest = self._core.group.shard_digest(shard)
+        if digest is None:
+            return OpenedShard(nbytes=source.nbytes, is_partial=is_partial)
+        with SharedBuffer.create("gpuops-digest", len(digest.table)) as table:
+            table.view[:] = digest.table
+            session.fds.append(duplicate_fd(table, writable=False))
+        return OpenedShard(nbytes=source.nbytes, root=digest.root)
 
     def _read_parts(
         self,
@@ -270,9 +277,11 @@ class KeeperRequests:
         if error is not None:
             raise error
 
-    def _reject(self, state: StateId, why: Why) -> None:
+    def _reject(self, state: StateId, *, is_verified: bool, why: Why) -> None:
         assert self._core.group is not None
-        self._core.restore_finder.reject(self._core.group, self._core.instructions, state, why)
+        self._core.restore_finder.reject(
+            self._core.group, self._core.instructions, (state, is_verified), why
+        )
 
     def _restored(
         self, rank_info: RankInfo, state: StateId, tier: Tier, seconds: Seconds, nbytes: Count

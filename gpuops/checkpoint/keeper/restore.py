@@ -1,7 +1,7 @@
 """Find the state that the ranks of a generation load, and read parts of it for them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpuops.checkpoint.agreement.local_recovery import (
     CopyProblem,
@@ -47,6 +47,7 @@ class RestoreFinder:
     on_found: Callable[[StateId | None], None]
     peers: PeerService
     epoch_max: int = -1
+    _doubted: set[StateId] = field(default_factory=set)
     _n_searches: int = 0
 
     def search_if_ready(
@@ -67,6 +68,7 @@ class RestoreFinder:
         self, group: RankGroup, instructions: AgentInstructions | None, directory: str | None
     ) -> None:
         table, criteria = self.memory.buffer_table, _search_criteria(group, instructions)
+        criteria = replace(criteria, doubted=frozenset(self._doubted))
         group.is_searching = True
         self._n_searches += 1
         pin = f"look-{self._n_searches}"
@@ -145,10 +147,18 @@ class RestoreFinder:
         return read
 
     def reject(
-        self, group: RankGroup, instructions: AgentInstructions | None, state: StateId, why: str
+        self,
+        group: RankGroup,
+        instructions: AgentInstructions | None,
+        rejected: tuple[StateId, bool],
+        why: str,
     ) -> None:
-        """Offer an older state than *state*, which is damaged; may be repeated."""
-        if group.reject(state, why, instructions):
+        """Search anew, a state is damaged; see `RankGroup.reject`. May be repeated.
+
+        From now on all of its bytes are verified before it is offered.
+        """
+        self._doubted.add(rejected[0])
+        if group.reject(rejected, why, instructions):
             for local_rank in range(group.n_ranks):
                 self.memory.buffer_table.unpin(restore_pin(local_rank))
 
@@ -215,7 +225,7 @@ class RestoreFinder:
                 reasons = "; ".join(result.why[:4])
                 advice = self._missing_shards_advice(instructions, instructions.state, group.world)
                 raise KeeperError(f"{instructions.state} cannot be served here: {reasons}{advice}")
-            if instructions.epoch < epoch:
+            if instructions.epoch < epoch and not group.is_searched_again:
                 self._check_is_new(instructions.epoch, epoch - 1)
             epoch = instructions.epoch
         if epoch > EPOCH_MAX:
@@ -226,7 +236,9 @@ class RestoreFinder:
         point = None
         why = (*(instructions.why if instructions else ()), *result.why)[:WHY_MAX]
         if selected is not None:
-            point = RestorePoint(selected.state, selected.world, selected.tier, epoch, why)
+            point = RestorePoint(
+                selected.state, selected.world, selected.tier, epoch, why, selected.is_verified
+            )
             for local_rank in set(range(group.n_ranks)) - group.gone:
                 if selected.state in table.complete_states():
                     table.pin(selected.state, restore_pin(local_rank))

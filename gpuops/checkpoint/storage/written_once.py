@@ -16,7 +16,7 @@ import xxhash
 
 from gpuops.checkpoint.agreement.replicated import read_replicated
 from gpuops.checkpoint.agreement.write_once import WriteOnce, is_written_once
-from gpuops.checkpoint.digest import chunk_count, compute_digest, damaged_among
+from gpuops.checkpoint.digest import compute_digest, find_damaged_chunks
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, plan_image, read_layout
 from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
@@ -93,7 +93,7 @@ class ImageToWrite:
             _copy(source, self.layout, memory.view, self.target)
             digest = compute_digest(memory.view)
             # What is intact now was intact when it was copied.
-            if damaged_among(source, saved, range(chunk_count(saved.nbytes))):
+            if find_damaged_chunks(source, saved):
                 raise CorruptError(f"{self.shard.file_name} is not what was saved")
             _check_same(source, self.layout, memory.view, self.target)
             yield memory, digest

@@ -1,20 +1,28 @@
 """Fill the tensors of a job from the images of a state, on the host with several threads.
 
-The first read of another process's image makes the kernel map it here page by page. That takes as
-long as the copy itself, and one thread does not reach the bandwidth of memory; while a job
-restores, its other cores are idle. Reading the image's file into the tensors instead (preadv) is no
-faster: the kernel then looks up and copies each page.
+One thread does not reach the bandwidth of memory; while a job restores, its other cores are idle.
 """
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
+from gpuops.checkpoint.hashed_image import HashedImage, TargetPart
+from gpuops.checkpoint.image import PlacedTensor
+from gpuops.checkpoint.partial_image import OpenedImage
+from gpuops.checkpoint.types import CHUNK_BYTES
+
 _BATCH_BYTES = 16 * 2**20
+# Smaller ones are copied in batches, which takes less time than a call for each.
+_DIRECT_BYTES_MIN = 64 * 2**10
 _THREADS_MAX = 8
 TensorPair = tuple[torch.Tensor, torch.Tensor]
+DirectTensor = tuple[torch.Tensor, OpenedImage, PlacedTensor]
 
 
 def copy_threads(local_world: int) -> int:
@@ -30,6 +38,68 @@ def copy_parallel(
     pairs = [_without_repeats(a, b) for a, b in zip(targets, sources, strict=True)]
     elsewhere = [pair for pair in pairs if pair[0].device.type != "cpu"]
     batches = _batches([pair for pair in pairs if pair[0].device.type == "cpu"])
+    works = (partial(_copy, batch) for batch in batches)
+    _run_parallel(works, n_threads, first=partial(_copy, elsewhere))
+
+
+def read_parallel(wanted: Iterable[DirectTensor], n_threads: int) -> list[DirectTensor]:
+    """Read what is in hashed images into the tensors; return those that have to be copied.
+
+    All that these need of hashed images is verified as well.
+
+    Raises:
+        CorruptError: A part is damaged; the content of all tensors is then undefined.
+    """
+    rest: list[DirectTensor] = []
+    chunks: dict[tuple[HashedImage, int], list[TargetPart]] = {}
+    ends: defaultdict[HashedImage, int] = defaultdict(int)
+    for each in sorted(wanted, key=lambda each: each[2].begin):
+        target, opened, placed = each
+        if not isinstance(opened, HashedImage):
+            rest.append(each)
+            continue
+        memory = None
+        if placed.begin >= ends[opened] and _is_readable_into(target):
+            memory, ends[opened] = _bytes_of(target), placed.end
+        else:
+            rest.append(each)
+        for number in range(placed.begin // CHUNK_BYTES, -(-placed.end // CHUNK_BYTES)):
+            parts = chunks.setdefault((opened, number), [])
+            if memory is not None:
+                at = max(placed.begin, number * CHUNK_BYTES)
+                end = (number + 1) * CHUNK_BYTES
+                parts.append((at, memory[at - placed.begin : end - placed.begin]))
+    reads = (partial(image.read_chunk, n, parts) for (image, n), parts in chunks.items())
+    _run_parallel(reads, n_threads)
+    return rest
+
+
+def _is_readable_into(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.numel() * tensor.element_size() >= _DIRECT_BYTES_MIN
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _run_parallel(
+    works: Iterator[Callable[[], None]],
+    n_threads: int,
+    *,
+    first: Callable[[], None] = lambda: None,
+) -> None:
+    """Call all of *works* in *n_threads* threads, this one included; raise what one raises.
+
+    *first* is called in this thread.
+    """
     errors: list[BaseException] = []
     lock = threading.Lock()
 
@@ -37,10 +107,10 @@ def copy_parallel(
         try:
             while not errors:
                 with lock:
-                    batch = next(batches, None)
-                if batch is None:
+                    do = next(works, None)
+                if do is None:
                     return
-                _copy(batch)
+                do()
         except BaseException as exc:  # noqa: BLE001 boundary: raised in the caller's thread
             errors.append(exc)
 
@@ -48,7 +118,7 @@ def copy_parallel(
     for thread in threads:
         thread.start()
     try:
-        _copy(elsewhere)
+        first()
         work()
     finally:
         for thread in threads:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.image import (
     ITEMSIZE_BYTES,
     ImageLayout,
@@ -39,7 +40,12 @@ from gpuops.convert.tensors import (
 from gpuops.convert.values import STATE_FORMAT, loads
 from gpuops.host.gc_pause import paused_gc
 from gpuops.worker.state.adapter import logical_shape
-from gpuops.worker.state.parallel_copy import copy_parallel
+from gpuops.worker.state.parallel_copy import (
+    DirectTensor,
+    TensorPair,
+    copy_parallel,
+    read_parallel,
+)
 
 SavedPiece = tuple[OpenedImage, PlacedTensor]
 
@@ -195,7 +201,9 @@ class SavedState:
         return first == name or not memory.address or self._has_same_values(first, name)
 
     def fetch(self) -> None:
-        """Have all that was requested read and verified; nothing is changed yet.
+        """Have what was requested read and verified, but for memory; nothing is changed yet.
+
+        What is in memory is verified when it is read, by `load`.
 
         Raises:
             CorruptError: A part is damaged, and no copy of it is intact.
@@ -218,6 +226,8 @@ class SavedState:
             found = self._find_tensor(name)
             assert found is not None
             if _is_same_region(spec, found[1].spec):
+                if isinstance(found[0].opened, HashedImage):
+                    continue
                 pieces = [(found[0].opened, found[1])]
             else:
                 parts = self._saved_parts(name)
@@ -232,11 +242,13 @@ class SavedState:
         """Fill all requested tensors with *n_threads* threads; return how many bytes were written.
 
         Raises:
-            CheckpointError: The parts of a tensor do not cover it; the content of the requested
+            CorruptError: A part is damaged.
+            CheckpointError: The parts of a tensor do not cover it. The content of the requested
                 tensors is then undefined.
         """
         placements = TensorPlacements()
-        direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        direct: list[DirectTensor] = []
+        copied: list[TensorPair] = []
         resharded: dict[str, torch.Tensor] = {}
         nbytes = 0
         for name, target in self._requests:
@@ -248,9 +260,9 @@ class SavedState:
             assert found is not None
             image, placed = found
             if _is_same_region(placements.spec_of(target, local, name), placed.spec):
-                direct.append((local, _tensor_of(image.opened, placed)))
+                direct.append((local, image.opened, placed))
             elif name in resharded:
-                direct.append((local, local_tensor(resharded[name])))
+                copied.append((local, local_tensor(resharded[name])))
             else:
                 resharded[name] = target if is_dtensor(target) else local
         if resharded:
@@ -258,7 +270,11 @@ class SavedState:
             from gpuops.worker.state.resharding import load_resharded
 
             load_resharded(resharded, {name: self._pieces(name) for name in resharded})
-        copy_parallel([a for a, _ in direct], [b for _, b in direct], n_threads)
+        copied += [
+            (local, _tensor_of(opened, placed))
+            for local, opened, placed in read_parallel(direct, n_threads)
+        ]
+        copy_parallel([a for a, _ in copied], [b for _, b in copied], n_threads)
         return nbytes
 
     def _has_same_values(self, first_name: str, second_name: str) -> bool:

@@ -218,8 +218,12 @@ def test_memory_with_another_digest_than_it_had_is_told_with_the_piece(stack):
     held[shard] = replace(
         held[shard], copy=replace(held[shard].copy, digest=compute_digest(b"x" * 99))
     )
-    choice = find_restorable({NEW: held, OLD: in_memory(stack, OLD)}, None, StateSearchCriteria())
+    memory = {NEW: held, OLD: in_memory(stack, OLD)}
+    first = find_restorable(memory, None, StateSearchCriteria())
+    assert (first.selected.state, first.selected.is_verified) == (NEW, False)
+    assert first.selected.digests[shard] == held[shard].copy.digest
 
+    choice = find_restorable(memory, None, StateSearchCriteria(doubted=frozenset({NEW})))
     assert choice.selected.state == OLD
     assert choice.problems[0].tier is Tier.MEMORY
 

@@ -96,6 +96,7 @@ def digests(run):
         pytest.param("ddp", 2, marks=pytest.mark.soak),
         ("fsdp", 1),
         pytest.param("fsdp", 2, marks=pytest.mark.soak),
+        pytest.param("hsdp", 2, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_lost_a_node_ends_bit_for_bit_as_one_that_did_not(hosts, tmp_path, kind, nproc):

@@ -9,7 +9,7 @@ from support.peer_keepers import Node, commit, save, seat
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.placement.estimate import RamNeed
-from gpuops.checkpoint.types import Shard, StateId, Tier
+from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
 
 N_BYTES, OWN_BYTES = 40_000_000, 1000
 
@@ -136,3 +136,35 @@ def test_all_is_sent_where_the_holder_has_other_bytes_or_skipped_the_state(start
     before = sent_bytes(nodes)
     commit(nodes, save(nodes, 5))
     assert sent_bytes(nodes) < before + 2 * (OWN_BYTES + 20_000)
+
+
+def test_a_bit_that_flips_in_what_both_rely_on_is_found_and_the_state_before_serves(start):
+    nodes = [start(1), start(2)]
+    seat(nodes, 0, 2, rank_class=AlikeRank)
+    older = commit(nodes, save(nodes, 1))
+    state = commit(nodes, save(nodes, 2))
+    for slot in nodes[0].ranks[0].slots:
+        view, layout = slot.view, nodes[0].ranks[0].layout
+        weight = next(placed for placed in layout.tensors if placed.spec.name == "weight")
+        view[weight.begin + 5] ^= 16 * (view[weight.begin] == 2)
+
+    nodes[1].kill()
+    spare, lost = start(3), Shard(1, 2)
+
+    def load(generation, wanted):
+        for node, sources in ((nodes[0], {}), (spare, {lost: [nodes[0].peer]})):
+            node.acquire(generation, 2)
+            node.agent.restore_from(wanted, generation, sources)
+        spare.connect(generation, [1], 2)
+        (offer,) = spare.offers()
+        return offer
+
+    with pytest.raises(KeeperError, match="cannot be served here.*its copy is damaged"):
+        load(1, state)
+    # From now on it is no copy, and nobody plans with it.
+    until(lambda: nodes[0].shards_here(state) == [Shard(0, 2)], what="the loss of the copy")
+    assert nodes[0].heard_of("corrupt")
+    assert nodes[0].shards_here(older) == [Shard(0, 2), lost]
+    offer = load(2, older)
+    assert (offer.state, offer.tier) == (older, Tier.PEER)
+    assert loads(spare, offer, 1, 2) == image_of(1, 2, 1)

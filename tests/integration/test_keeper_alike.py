@@ -95,9 +95,19 @@ def test_a_lost_node_is_replaced_from_what_another_holds_alike(start):
     ]
     for rank, node in enumerate(crew):
         assert loads(node, offers[rank], rank, 2) == image_of(rank, 2, 2)
+    # What the new node has fetched is what it holds itself of the other's state.
+    until(lambda: len(spare.shards_here(state)) == 2, what="the copy for the first node")
+    assert spare.agent.stats()["held_for_others_bytes"] < N_BYTES + 2 * (OWN_BYTES + 20_000)
+    nodes[0].kill()
+    third = start(4)
+    needed = {third: {Shard(0, 2): [spare.peer]}}
+    crew = [third, spare]
+    offers = seat(crew, 2, 2, state, state.epoch + 2, needed, rank_class=AlikeRank)
+    for rank, node in enumerate(crew):
+        assert loads(node, offers[rank], rank, 2) == image_of(rank, 2, 2)
     newer = commit(crew, save(crew, 3))
-    assert newer == StateId(1, 3)
-    assert sent_bytes([spare]) < 2 * (OWN_BYTES + 20_000)
+    assert newer == StateId(2, 3)
+    assert sent_bytes(crew) < 3 * (OWN_BYTES + 20_000)
 
 
 def test_the_last_node_has_all_that_a_smaller_world_needs(start):
@@ -159,7 +169,7 @@ def test_a_bit_that_flips_in_what_both_rely_on_is_found_and_the_state_before_ser
         (offer,) = spare.offers()
         return offer
 
-    with pytest.raises(KeeperError, match="cannot be served here.*its copy is damaged"):
+    with pytest.raises(KeeperError, match=r"cannot be served here.*its copy is damaged"):
         load(1, state)
     # From now on it is no copy, and nobody plans with it.
     until(lambda: nodes[0].shards_here(state) == [Shard(0, 2)], what="the loss of the copy")

@@ -209,8 +209,8 @@ class ComposedReplica:
 
     def image(self, own: Mapping[Shard, MemoryShard]) -> ComposedImage | None:
         """Return it, None where the rest is no longer among the images of *own* ranks."""
-        rest, remainder = self.rest, self.pinned.view
-        if rest is None or remainder is None or rest.roots != roots_of(own):
+        rest, remainder, roots = self.rest, self.pinned.view, roots_of(own)
+        if rest is None or remainder is None or not rest.roots.items() <= roots.items():
             return None
         return compose(rest.pieces, remainder, own)
 

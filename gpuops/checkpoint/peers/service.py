@@ -19,14 +19,13 @@ from gpuops.checkpoint.memory.node_memory import (
     NodeMemory,
     ReplicaAllocator,
     duplicate_fd,
-    open_read_only,
 )
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.memory.state_record import SlotKey
-from gpuops.checkpoint.peers.alike import ComposedImage, roots_of
+from gpuops.checkpoint.peers.alike import ComposedImage, ComposedReplica, roots_of
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.push import HOLDERS_MAX, ReplicaPusher
-from gpuops.checkpoint.peers.source import OwnStates, ReplicaSource
+from gpuops.checkpoint.peers.source import OwnStates, ReplicaSource, attach
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.pacing import GapPace, SendPace
@@ -148,10 +147,13 @@ class PeerService:
             raise KeeperError(f"{address[:100]!r} is not an address of this node") from exc
         self._memory.node = node
         job_pass = JobCredentials(job, token, epoch=self._epoch)
-        own = OwnStates(self._memory, self._jobs)
         replicas = ReplicaStore(
-            node, self._allocator.allocate, bytes_max=_BYTES_MAX, pin_own=own.pin_expected
+            node,
+            self._allocator.allocate,
+            bytes_max=_BYTES_MAX,
+            pin_own=lambda state: own.pin_expected(state),  # noqa: PLW0108 made below
         )
+        own = OwnStates(self._memory, self._jobs, replicas, self._own_shards)
         replicas.keep_only(self._stored_for_peers)
         source = ReplicaSource(own, replicas, self._jobs, self._on_own_damage)
         try:
@@ -236,20 +238,22 @@ class PeerService:
         """Return the local replicas of *state* (None: of all) for this node's ranks."""
         borrowed = BorrowedReplicas()
         replicas = self._running.replicas if self._running else None
+        composed: list[tuple[ShardCopy, ComposedReplica]] = []
         for copy in self.copies():
             is_wanted = state is None or copy.state == state
             found = replicas.open_any(copy.state, copy.shard) if replicas and is_wanted else None
             if found is None:
                 continue
-            pinned_copy = found.pinned
-            borrowed.pinned.append(pinned_copy)
+            borrowed.pinned.append(found.pinned)
             if found.rest is not None:
-                image = found.image(self._memory.complete_shards(copy.state))
-                borrowed.composed += [(copy, image)] if image is not None else []
-                continue
-            memory = SharedBuffer.attach(open_read_only(pinned_copy.fd), writable=False)
-            entry = MemoryShard(replace(copy, digest=pinned_copy.digest), _NO_SLOT, memory)
-            borrowed.shards.setdefault(copy.state, {})[copy.shard] = entry
+                composed.append((copy, found))
+            else:
+                entry = attach(copy, found.pinned)
+                borrowed.shards.setdefault(copy.state, {})[copy.shard] = entry
+        for copy, replica in composed:
+            fetched = borrowed.shards.get(copy.state, {})
+            image = replica.image({**fetched, **self._memory.complete_shards(copy.state)})
+            borrowed.composed += [(copy, image)] if image is not None else []
         return borrowed
 
     def adopt(self, found: PeerShards) -> None:
@@ -284,14 +288,16 @@ class PeerService:
         return True
 
     def copies(self) -> list[ShardCopy]:
-        """Return the complete replicas: of some, own ranks must still have a part."""
+        """Return the complete replicas: of some, a part must still be elsewhere on this node."""
         if self._running is None:
             return []
+        whole = self._running.replicas.copies()
 
-        def own_roots(state: StateId) -> Mapping[Shard, str]:
-            return roots_of(self._memory.complete_shards(state))
+        def roots(state: StateId) -> Mapping[Shard, str]:
+            fetched = {copy.shard: copy.digest.root for copy in whole if copy.state == state}
+            return fetched | roots_of(self._memory.complete_shards(state))
 
-        return self._running.replicas.copies(own_roots)
+        return self._running.replicas.copies(roots)
 
     # Events.
 

@@ -1,24 +1,27 @@
 """What a keeper serves to other nodes: its replicas, and the states of its own ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from gpuops.checkpoint.keeper.jobs import Jobs
-from gpuops.checkpoint.memory.node_memory import NodeMemory
-from gpuops.checkpoint.peers.alike import OwnImages, no_images
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory, open_read_only
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.memory.state_record import SlotKey
+from gpuops.checkpoint.peers.alike import ComposedReplica, OwnImages, no_images
 from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.wire import TransferRefusal, TransferRefusedError
-from gpuops.checkpoint.types import CheckpointError, Shard, StateId
+from gpuops.checkpoint.types import CheckpointError, Shard, ShardCopy, StateId
 
 # The thread of the messages never works for long.
 PIN_TIMEOUT_S = 5.0
 # The ranks of a job save a state at about the same time; a refused owner tries again later.
 SAVED_WAIT_S = 1.0
 _RECHECK_S = 0.02
+_NO_SLOT = SlotKey(-1, -1)
 T = TypeVar("T")
 
 
@@ -26,11 +29,20 @@ class OwnStates:
     """What this node's own ranks saved, for threads other than that of the messages.
 
     Only that thread pins these states, so that one thread decides which slot is granted next and
-    which may be read.
+    which may be read. What *own_shards* were fetched of a state is in *replicas*.
     """
 
-    def __init__(self, memory: NodeMemory, jobs: Jobs, *, timeout_s: float = PIN_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory,
+        jobs: Jobs,
+        replicas: ReplicaStore,
+        own_shards: Callable[[], Collection[Shard]],
+        *,
+        timeout_s: float = PIN_TIMEOUT_S,
+    ) -> None:
         self._memory, self._jobs, self._timeout_s = memory, jobs, timeout_s
+        self._replicas, self._own_shards = replicas, own_shards
         self._n_pins = 0
         self._is_closed = False
         self._waiting: set[Future[Any]] = set()
@@ -72,11 +84,14 @@ class OwnStates:
         for done in list(self._waiting):
             done.cancel()
 
-    def pin(self, state: StateId) -> OwnImages | None:
-        """Return the images of a complete state; in the thread of the messages."""
-        shards = self._memory.complete_shards(state)
-        if not shards:
-            return None
+    def pin(self, state: StateId, shards: Collection[Shard] = ()) -> OwnImages | None:
+        """Return the images of a complete state, or *shards* of it that were fetched.
+
+        In the thread of the messages.
+        """
+        saved = self._memory.complete_shards(state)
+        if not saved:
+            return self._pin_fetched(state, shards)
         self._n_pins += 1
         owner = f"serve-{self._n_pins}"
         table = self._memory.buffer_table
@@ -86,7 +101,27 @@ class OwnStates:
             table.unpin(owner)
             self._memory.release()
 
-        return OwnImages(shards, release=lambda: self._jobs.post(unpin))
+        return OwnImages(saved, release=lambda: self._jobs.post(unpin))
+
+    def _pin_fetched(self, state: StateId, shards: Collection[Shard]) -> OwnImages | None:
+        copies = {copy.shard: copy for copy in self._replicas.copies() if copy.state == state}
+        found: dict[Shard, MemoryShard] = {}
+        pinned: list[PinnedCopy] = []
+
+        def release() -> None:
+            for entry in found.values():
+                entry.memory.close()
+            while pinned:
+                pinned.pop().release()
+
+        for shard in shards:
+            copy = self._replicas.open(state, shard) if shard in copies else None
+            if copy is None:
+                release()
+                return None
+            pinned.append(copy)
+            found[shard] = attach(copies[shard], copy)
+        return OwnImages(found, release) if found else None
 
     def pin_expected(self, state: StateId) -> OwnImages:
         """As `pin`, from other threads; waits a moment for a state that is being saved.
@@ -96,7 +131,9 @@ class OwnStates:
         """
         end_s = time.monotonic() + SAVED_WAIT_S
         while True:
-            own, is_expected = self.call(lambda: (self.pin(state), self._is_expected(state)))
+            own, is_expected = self.call(
+                lambda: (self.pin(state, self._own_shards()), self._is_expected(state))
+            )
             if own is not None:
                 return own
             if not is_expected:
@@ -145,29 +182,38 @@ class ReplicaSource:
 
     def _open_own(self, state: StateId, shard: Shard) -> PinnedCopy | None:
         own = self._own.pin(state)
-        if own is None:
-            return None
-        entry = own.shards.get(shard)
-        if entry is None:
-            return self._open_composed(state, shard, own)
-        return PinnedCopy(
-            entry.memory.fd,
-            entry.copy.digest,
-            release=own.release,
-            on_damage=lambda number: self._jobs.post(lambda: self._on_damage(state, shard, number)),
-            view=entry.memory.view,
-        )
-
-    def _open_composed(self, state: StateId, shard: Shard, own: OwnImages) -> PinnedCopy | None:
+        entry = own.shards.get(shard) if own is not None else None
+        if own is not None and entry is not None:
+            return PinnedCopy(
+                entry.memory.fd,
+                entry.copy.digest,
+                release=own.release,
+                on_damage=lambda number: self._jobs.post(
+                    lambda: self._on_damage(state, shard, number)
+                ),
+                view=entry.memory.view,
+            )
+        if own is not None:
+            own.release()
         replica = self._replicas.open_any(state, shard)
-        image = replica.image(own.shards) if replica is not None else None
+        return self._open_composed(state, replica) if replica is not None else None
+
+    def _open_composed(self, state: StateId, replica: ComposedReplica) -> PinnedCopy | None:
+        own = self._own.pin(state, replica.rest.roots if replica.rest is not None else ())
+        image = replica.image(own.shards) if own is not None else None
 
         def release() -> None:
-            own.release()
-            if replica is not None:
-                replica.pinned.release()
+            replica.pinned.release()
+            if own is not None:
+                own.release()
 
-        if replica is None or image is None:
+        if image is None:
             release()
             return None
         return replace(replica.pinned, fd=-1, view=None, read=image.read, release=release)
+
+
+def attach(copy: ShardCopy, pinned: PinnedCopy) -> MemoryShard:
+    """Return the replica *copy*, in memory that is mapped once more; to be closed."""
+    memory = SharedBuffer.attach(open_read_only(pinned.fd), writable=False)
+    return MemoryShard(replace(copy, digest=pinned.digest), _NO_SLOT, memory)

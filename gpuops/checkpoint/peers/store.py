@@ -147,15 +147,15 @@ class ReplicaStore:
                     self._drop_inbox(slot)
 
     def copies(
-        self, own_roots: Callable[[StateId], Mapping[Shard, str]] = lambda _state: {}
+        self, roots: Callable[[StateId], Mapping[Shard, str]] = lambda _state: {}
     ) -> list[ShardCopy]:
-        """Return the complete copies, newest first; *own_roots* are those of the own ranks."""
+        """Return the complete copies, newest first; *roots* are those of images elsewhere here."""
         with self._lock:
             found = [
                 slot.copy
                 for slot in self._all_slots()
                 if slot.copy is not None
-                and (slot.rest is None or slot.rest.roots == own_roots(slot.copy.state))
+                and (slot.rest is None or slot.rest.roots.items() <= roots(slot.copy.state).items())
             ]
         return sorted(found, key=lambda copy: (copy.state, copy.shard), reverse=True)
 

@@ -326,7 +326,7 @@ def test_what_peers_read_is_pinned_by_the_thread_of_the_messages(node):
     replicas = ReplicaStore("n1", SharedBuffer.create, bytes_max=2**30)
 
     def opened(answer_s):
-        own = OwnStates(node.core.memory, node.jobs, timeout_s=answer_s)
+        own = OwnStates(node.core.memory, node.jobs, replicas, set, timeout_s=answer_s)
         shelf = ReplicaSource(own, replicas, node.jobs, lambda *_args: None)
         return shelf.open(first, Shard(0, 2))
 

@@ -20,9 +20,11 @@ from gpuops.checkpoint.peers.alike import (
     remainder_pieces,
     roots_of,
 )
+from gpuops.checkpoint.peers.store import ReplicaStore
 from gpuops.checkpoint.sharing import plan_sharing
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
-from gpuops.checkpoint.types import CorruptError, Shard
+from gpuops.checkpoint.transfer.wire import PushOffer, TransferRefusal, TransferRefusedError
+from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Shard, StateId
 
 NAMES = ("bias", "embedding", "norm", "weight")
 FLOATS = dict(zip(NAMES, (3, 5000, 1, 2000), strict=True))
@@ -132,6 +134,71 @@ def test_a_single_tensor_that_differs_is_found():
         own = own_of("ddp", its, wrong=(wrong,))
         with pytest.raises(CorruptError):
             list(PiecePlans().check("layout", remainder, digest, own, chunk_bytes=2**24))
+
+
+class Holder:
+    """A store that gets the image of rank 0; ``saved`` is what its own ranks saved."""
+
+    def __init__(self):
+        self.its, self.state = NODES["ddp"][1], StateId(1, 1)
+        self.saved = own_of("ddp", self.its)
+        (self.layout, self.image), self.shard = image_of("ddp", 0), Shard(0, 4)
+        self.store = ReplicaStore(
+            "n1", SharedBuffer.create, bytes_max=2**30, pin_own=lambda _state: self.saved
+        )
+        self.store.keep_only([self.shard])
+        pieces = remainder_pieces(self.layout, self.its)
+        self.sent = ComposedImage(pieces, {self.shard: self.image.view})
+        self.digest = self.sent.digest(chunk_bytes=CHUNK_BYTES)
+        self.whole = compute_digest(self.image.view)
+
+    def accept(self, *, is_whole=False):
+        head = (self.state, self.shard, self.layout.header_hash)
+        whole = (self.whole.nbytes, self.whole.root)
+        if is_whole:
+            return self.store.accept(PushOffer(*head, *whole), self.whole)
+        offer = PushOffer(*head, self.digest.nbytes, self.digest.root, None, *whole)
+        return self.store.accept(offer, self.digest, self.whole)
+
+    def receive(self, *, is_whole=False):
+        inbox = self.accept(is_whole=is_whole)
+        inbox.tracker.view[:] = self.image.view if is_whole else bytes_of(self.sent)
+        inbox.tracker.find_present()
+        try:
+            list(inbox.check())
+            inbox.complete()
+        finally:
+            inbox.detach()
+
+    def copies(self, own):
+        return [copy.digest for copy in self.store.copies(lambda _state: roots_of(own.shards))]
+
+
+def test_a_copy_ends_with_what_it_relies_on():
+    holder, other = Holder(), own_of("ddp", NODES["ddp"][1], step=2)
+
+    holder.receive()
+
+    assert holder.accept() is None
+    assert holder.store.open(holder.state, holder.shard) is None
+    assert holder.store.held_bytes == holder.digest.nbytes
+    assert holder.copies(holder.saved) == [holder.whole]
+    assert holder.copies(other) == holder.store.copies() == []
+    holder.saved = other
+    with pytest.raises(TransferRefusedError, match="n1 has no rest of shard-00000") as refused:
+        holder.receive()
+    assert refused.value.code is TransferRefusal.NOT_ALIKE
+
+
+def test_a_whole_image_takes_the_place_of_one_of_which_a_part_is_gone():
+    holder = Holder()
+    holder.receive()
+
+    holder.receive(is_whole=True)
+
+    assert [copy.digest for copy in holder.store.copies()] == [holder.whole]
+    found = holder.store.open(holder.state, holder.shard)
+    assert bytes(found.view) == bytes(holder.image.view)
 
 
 @given(st.data())

@@ -30,6 +30,7 @@ RESTORE_LIMITS = {
     "memcpy",
     "memcpy out of another process's memory",
     "hash, one thread",
+    "memcpy, one thread",
     "gpuops",
 }
 TORCH_LOADS = {"dcp.load", "torch.load", "torch.load, mmap", "safetensors load_file"}

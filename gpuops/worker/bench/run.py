@@ -36,6 +36,7 @@ from gpuops.worker.bench.savers import (
     warm_copies,
 )
 from gpuops.worker.checkpointer import Checkpointer
+from gpuops.worker.state.parallel_copy import copy_parallel, copy_threads
 
 OnMessage = Callable[[str], None]
 SAVE_TIMEOUT_S = 600.0
@@ -250,7 +251,11 @@ def restore(job: BenchJob, socket_path: Path) -> tuple[int, float]:
 
 @contextmanager
 def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
-    """Yield the limits that memory sets for a restore of *job*: copies, and a hash."""
+    """Yield the limits that memory sets for a restore of *job*: copies, and a hash.
+
+    Copies have as many threads as a restore, unless their name says one.
+    """
+    n_threads = copy_threads(1)
     whole, saved = warm_copies(job.tensors())
     buffer = SharedBuffer.create("gpuops-bench", whole.nbytes)
     buffer.view[:] = bytes_of(whole)
@@ -259,11 +264,12 @@ def restore_limits(job: BenchJob) -> Iterator[dict[str, Callable[[], float]]]:
         with SharedBuffer.attach(os.dup(buffer.fd), writable=False) as mapped:
             flat = torch.frombuffer(mapped.view, dtype=whole.dtype)
             pieces = flat.split([tensor.numel() for tensor in saved])
-            copy_into([t.view(-1) for t in job.tensors()], list(pieces))
+            copy_parallel([t.view(-1) for t in job.tensors()], pieces, n_threads)
 
     try:
         yield {
-            MEMCPY: lambda: timed(lambda: copy_into(job.tensors(), saved)),
+            MEMCPY: lambda: timed(lambda: copy_parallel(job.tensors(), saved, n_threads)),
+            "memcpy, one thread": lambda: timed(lambda: copy_into(job.tensors(), saved)),
             FIRST_MAPPING: lambda: timed(first_mapping),
             "hash, one thread": lambda: timed(lambda: compute_digest(buffer.view)),
         }

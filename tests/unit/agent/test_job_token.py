@@ -129,7 +129,7 @@ def test_what_holds_the_token_does_not_show_it():
     requested = ("127.0.0.1", "n", TOKEN, "job")
     for holder in (
         KeeperLocation(me=None, token=TOKEN, job="job"),
-        _RunningServer(requested, JobCredentials("job", TOKEN), None, None),
+        _RunningServer(requested, JobCredentials("job", TOKEN), None, None, None),
         EndpointPlan(kind=EndpointKind.TCP, run_key="r", token=TOKEN),
         ServerState(run_key="r", token=TOKEN),
         JobHandshake(TOKEN.encode(), b""),

@@ -2,10 +2,10 @@
 
 An image is the length of its header (8 bytes, little endian), the header (JSON, padded with spaces
 so that the data begin at a multiple of 4096) and the tensors, sorted by item size (the widest
-first), then by name: each is aligned, and there are no holes, which the format forbids. The header
-also has what torch's own reader needs to load the images of one world into another
-(``DCP_SHARDING_INFO``). Everything that is not a tensor is in the metadata blob: one more tensor,
-of bytes, of fixed capacity.
+first), then single items, small tensors and others: each is aligned, and there are no holes, which
+the format forbids. The header also has what torch's own reader needs to load the images of one
+world into another (``DCP_SHARDING_INFO``). Everything that is not a tensor is in the metadata blob:
+one more tensor, of bytes, of fixed capacity.
 
 A tensor that ranks of a node hold alike may be in the image of one of them, its owner
 (`gpuops.checkpoint.sharing`). The header of the others' images names the owner, and one more tensor
@@ -41,6 +41,7 @@ from gpuops.host.gc_pause import paused_gc
 METADATA_PREFIX = "__gpuops_extra__/"
 FORMAT, SHARED_FORMAT = 1, 2
 ALIGN_BYTES = 4096
+SMALL_TENSOR_BYTES = 2**20
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors library
 NAME_BYTES_MAX = 4096
 
@@ -141,7 +142,12 @@ def digests_name(rank: int) -> str:
 
 def image_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Return *specs* in the order of their data in an image."""
-    return sorted(specs, key=lambda spec: (-ITEMSIZE_BYTES[spec.dtype], spec.name))
+
+    def key(spec: TensorSpec) -> tuple[int, bool, bool, str, str]:
+        n, item = spec.nbytes, ITEMSIZE_BYTES[spec.dtype]
+        return -item, n > item, n >= SMALL_TENSOR_BYTES, spec.dtype, spec.name
+
+    return sorted(specs, key=key)
 
 
 def plan_image(
@@ -237,10 +243,8 @@ def write_metadata_blob(view: memoryview, layout: ImageLayout, data: bytes) -> N
             f"the state has {len(data)} bytes of metadata; the capacity is {capacity_bytes}"
         )
     begin, end = layout.metadata_blob.begin, layout.metadata_blob.end
-    data_begin = begin + _LENGTH_BYTES
-    view[begin:data_begin] = len(data).to_bytes(_LENGTH_BYTES, "little")
-    view[data_begin : data_begin + len(data)] = data
-    view[data_begin + len(data) : end] = bytes(capacity_bytes - len(data))
+    length = len(data).to_bytes(_LENGTH_BYTES, "little")
+    view[begin:end] = length + data.ljust(capacity_bytes, b"\0")
 
 
 def write_digests(view: memoryview, layout: ImageLayout, digests: Iterable[bytes]) -> None:
@@ -389,15 +393,12 @@ def _encode_header(
             "gpuops": compact(own_metadata),
         }
     }
-    begin = 0
-    for spec in order:
-        end = begin + spec.nbytes
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "data_offsets": (begin, end),
+    for placed in _assign_offsets(order, 0):
+        entries[placed.spec.name] = {
+            "dtype": placed.spec.dtype,
+            "shape": placed.spec.shape,
+            "data_offsets": (placed.begin, placed.end),
         }
-        begin = end
     json_text = compact(entries)
     check_cost(json_text, CheckpointError)
     text = json_text.encode()

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from gpuops.worker.staging import copy_plan
+from gpuops.worker.staging import copy_plan, small_tensors
 
 
 @dataclass(eq=False)
@@ -82,10 +82,13 @@ class FakeRuntime:
 class FakeCuda:
     """Takes the place of what the staging uses of `torch.cuda`.
 
-    Copies that block are made at once, the others when the device comes to them.
+    Copies that block are made at once, the others when the device comes to them. Unless it
+    *gathers*, no tensor is small.
     """
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, *, gathers=False):
+        if not gathers:
+            monkeypatch.setattr(small_tensors, "SMALL_TENSOR_BYTES", 0)
         self.computing = self._current = FakeStream()
         self.works = []
         self.runtime = FakeRuntime()

@@ -2,10 +2,10 @@
 
 Tensors that only the optimizers change are copied on a separate stream, and the next optimizer step
 waits for it on the device; other tensors (buffers, averages) are copied on the computing stream,
-before all later work on it.
+before all later work on it. Small tensors are copied on the device first, in turn with its work.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from gpuops.convert.tensors import is_dtensor
 from gpuops.worker.staging.copy_plan import CapturedState, CopyPlan, SharedTensor
 from gpuops.worker.staging.pending_copy import PendingCopy, drained_on_error
 from gpuops.worker.staging.replica_digest import device_digest, host_digest
-
-PIECE_BYTES = 64 * 2**20  # 1.2 ms of PCIe 5.0 x16
+from gpuops.worker.staging.small_tensors import SmallTensors
+from gpuops.worker.staging.tensor_copy import copy_tensors
 
 
 class DeviceCopier:
@@ -29,9 +29,12 @@ class DeviceCopier:
         self._device = device
         self._stamp = stamp
         self._stream: Any = None
+        self._small: SmallTensors | None = None
+        self._elsewhere: list[int] = []
 
     def start(
         self,
+        image: memoryview,
         views: Sequence[torch.Tensor],
         rows: Sequence[torch.Tensor],
         capture: CapturedState,
@@ -39,11 +42,15 @@ class DeviceCopier:
         *,
         overlap: bool,
     ) -> PendingCopy:
-        """Copy *capture* into *views*, and the digests of its shared tensors into *rows*."""
+        """Copy *capture* into *image*, with *views* of its tensors and *rows* of digests."""
         device, tensors = self._device, capture.tensors
-        optimizer_owned = [i for i in self._plan.optimizer_owned if tensors[i].device == device]
-        others = [i for i in self._plan.others if tensors[i].device == device]
         elsewhere = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+        if self._small is None or elsewhere != self._elsewhere:
+            self._elsewhere, self._small = elsewhere, SmallTensors(self._plan, tensors, device)
+        small = self._small
+        handled = {*elsewhere, *small.places}
+        optimizer_owned = [i for i in self._plan.optimizer_owned if i not in handled]
+        others = [i for i in self._plan.others if i not in handled]
         if not overlap:
             optimizer_owned, others = [], [*optimizer_owned, *others]
         digests = list(zip(rows, capture.digested, strict=True))
@@ -53,9 +60,11 @@ class DeviceCopier:
             computing = torch.cuda.current_stream()
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(computing)
             with drained_on_error(self._stream, computing):
+                small.gather(tensors)
+                self._stream.wait_stream(computing)
                 with torch.cuda.stream(self._stream):
+                    small.transfer(image)
                     _digest(beside, device)
                     copy_tensors(
                         _select(views, optimizer_owned),
@@ -85,20 +94,6 @@ class DeviceCopier:
         copy_tensors([words[COPIED]], [value], non_blocking=True)
 
 
-def copy_tensors(
-    targets: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    *,
-    non_blocking: bool = False,
-) -> None:
-    """Copy each of *sources*, on the current stream; without blocking in pieces."""
-    if non_blocking and any(source.nbytes > PIECE_BYTES for source in sources):
-        pieces = [piece for pair in zip(targets, sources, strict=True) for piece in _cut(*pair)]
-        targets, sources = zip(*pieces, strict=True)
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
-
-
 def copy_and_wait(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device | None
 ) -> None:
@@ -114,14 +109,6 @@ def copy_and_wait(
             copy_tensors(_select(targets, here), _select(sources, here), non_blocking=True)
             copy_tensors(_select(targets, elsewhere), _select(sources, elsewhere))
             stream.synchronize()
-
-
-def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the pieces of a large tensor: what others copy meanwhile comes in between."""
-    if source.nbytes <= PIECE_BYTES or not source.is_contiguous():
-        return [(target, source)]
-    n = PIECE_BYTES // source.element_size()
-    return zip(target.view(-1).split(n), source.view(-1).split(n), strict=True)
 
 
 def _source(capture: CapturedState, i: int) -> tuple[str, Sequence[torch.Tensor]]:

@@ -15,10 +15,11 @@ from gpuops.checkpoint.sharing import DIGEST_BYTES
 from gpuops.checkpoint.types import CheckpointError, KeeperError
 from gpuops.convert.tensors import views_of
 from gpuops.worker.staging.copy_plan import CapturedState, CopyPlan
-from gpuops.worker.staging.device_copy import DeviceCopier, copy_tensors
+from gpuops.worker.staging.device_copy import DeviceCopier
 from gpuops.worker.staging.pending_copy import PendingCopy
 from gpuops.worker.staging.pinned_buffer import PinnedBuffer, map_in_background, place_near
 from gpuops.worker.staging.replica_digest import host_digest
+from gpuops.worker.staging.tensor_copy import copy_tensors
 
 
 class SlotCopier:
@@ -51,7 +52,9 @@ class SlotCopier:
         write_metadata_blob(memory, layout, capture.metadata_blob)
         if self._device_copier is not None:
             rows = self._digest_rows(lease.slot)
-            return self._device_copier.start(views, rows, capture, lease.number, overlap=overlap)
+            return self._device_copier.start(
+                memory, views, rows, capture, lease.number, overlap=overlap
+            )
         copy_tensors(views, capture.tensors)
         write_digests(memory, layout, (host_digest(each.part) for each in capture.digested))
         for word in (COPIED, INTACT):

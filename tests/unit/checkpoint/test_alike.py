@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuops.checkpoint.digest import compute_digest
-from gpuops.checkpoint.image import TensorSpec, plan_image
+from gpuops.checkpoint.image import TensorSpec, image_order, plan_image
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.peers.alike import (
     ComposedImage,
@@ -53,7 +53,7 @@ def image_of(kind, rank, step=1, wrong=()):
     alike = {"sharded": (rank,), "hsdp": range(rank % 2, world, 2)}.get(kind, range(world))
     replicas = dict.fromkeys(NAMES, tuple(alike)) if len(alike) > 1 else {}
     specs = specs_of(kind, rank)
-    shared = plan_sharing(Shard(rank, world), specs, replicas, here)
+    shared = plan_sharing(Shard(rank, world), image_order(specs), replicas, here)
     layout = plan_image(Shard(rank, world), specs, 100, replicas, shared)
     image = SharedBuffer.create("image", layout.nbytes)
     image.view[:] = bytes(rank % 251 for _ in range(layout.nbytes))

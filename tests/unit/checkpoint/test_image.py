@@ -16,6 +16,7 @@ from gpuops.checkpoint.image import (
     ITEMSIZE_BYTES,
     METADATA_PREFIX,
     NAME_BYTES_MAX,
+    SMALL_TENSOR_BYTES,
     ImageLayout,
     TensorSpec,
     metadata_blob_name,
@@ -106,14 +107,18 @@ def test_an_image_tells_its_own_layout_whatever_the_order_of_the_tensors(specs, 
     assert read_layout(memoryview(layout.header), nbytes=layout.nbytes) == layout
 
 
-def test_the_wider_item_comes_first_and_then_the_name():
+def test_the_wider_item_comes_first_and_what_is_copied_together_lies_together():
     layout = plan_image(
         SHARD,
         [spec("b", "U8"), spec("z", "C64"), spec("a", "BOOL"), spec("m", "BF16"), spec("l", "I64")],
         0,
     )
 
-    assert [part.spec.name for part in layout.tensors] == ["l", "z", "m", "a", "b"]
+    assert [part.spec.name for part in layout.tensors] == ["z", "l", "m", "a", "b"]
+    small = [spec("c"), spec("d", "I32"), spec("e")]
+    large = spec("a", shape=(SMALL_TENSOR_BYTES // 4,))
+    layout = plan_image(SHARD, [large, spec("b", shape=()), *small], 0)
+    assert [part.spec.name for part in layout.tensors] == ["b", "c", "e", "d", "a"]
 
 
 def test_the_hash_names_the_structure():

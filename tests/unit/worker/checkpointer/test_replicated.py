@@ -40,7 +40,7 @@ def declared(model, optimizer=None, **given):
     shard = Shard(RANK, WORLD)
     layout = StateCapturer(parts.adapters, shard, allow_pickle=False).capture(1).plan.layout
     return {
-        tuple(layout.tensors[number].spec.name for number in each.tensors): each.ranks
+        tuple(sorted(layout.tensors[number].spec.name for number in each.tensors)): each.ranks
         for each in read_replicated(layout.header, shard, len(layout.tensors))
     }
 

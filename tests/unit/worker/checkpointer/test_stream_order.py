@@ -9,14 +9,16 @@ from support.keeper_ranks import LEASE, reserved_of
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import Shard
+from gpuops.convert.tensors import views_of
 from gpuops.worker.adapters.dcp_stager import GpuopsStager
 from gpuops.worker.assemble import StateAssembler
-from gpuops.worker.staging import device_copy
+from gpuops.worker.staging import tensor_copy
 from gpuops.worker.staging.capture import StateCapturer
 from gpuops.worker.staging.pinned_buffer import PinnedBuffer
 from gpuops.worker.staging.slot_copier import SlotCopier
 
 WEIGHT, AVERAGE = torch.arange(9.0), torch.arange(5.0)
+DTYPES = [torch.float32, torch.int32, torch.bfloat16, torch.complex64]
 
 
 @pytest.fixture
@@ -24,13 +26,16 @@ def cuda(monkeypatch):
     return FakeCuda(monkeypatch)
 
 
+def capture_of(values):
+    given = StateAssembler(allow_pickle=False, warn=pytest.fail)
+    given.add_values("extra", values)
+    return StateCapturer(given.adapters, Shard(0, 1), allow_pickle=False).capture(1)
+
+
 @pytest.fixture
 def copier(cuda):
     """A copier of a weight, which the optimizer alone changes, and an average, as on a device."""
-    given = StateAssembler(allow_pickle=False, warn=pytest.fail)
-    given.add_values("extra", {"weight": WEIGHT, "average": AVERAGE})
-    capturer = StateCapturer(given.adapters, Shard(0, 1), allow_pickle=False)
-    captured = capturer.capture(1)
+    captured = capture_of({"weight": WEIGHT, "average": AVERAGE})
     (weight,) = [i for i, tensor in enumerate(captured.tensors) if tensor.numel() == 9]
     plan = replace(
         captured.plan,
@@ -111,11 +116,40 @@ def test_copies_that_were_begun_are_awaited_where_another_one_fails(cuda, copier
 
 
 def test_a_large_tensor_is_copied_in_pieces_between_which_others_copy(monkeypatch, cuda, copier):
-    monkeypatch.setattr(device_copy, "PIECE_BYTES", 16)
+    monkeypatch.setattr(tensor_copy, "PIECE_BYTES", 16)
     copier(overlap=True).wait()
 
     beside = [work for work in cuda.works if work.stream is not cuda.computing]
     assert len(beside) == 3 + 1  # the weight of 36 bytes, and the stamp
+
+
+def test_small_tensors_are_gathered_in_turn_and_go_to_the_host_together(monkeypatch):
+    cuda = FakeCuda(monkeypatch, gathers=True)
+    cuda.hold_tensors(monkeypatch)
+    values = {
+        f"{dtype}{n}": torch.full((n,), n, dtype=dtype) for n in (2, 3, 4) for dtype in DTYPES
+    }
+    values["large"] = torch.ones(2**18)
+    values["spread"] = torch.arange(6.0).view(2, 3).t()
+    captured = capture_of(values)
+    saved = [tensor.clone() for tensor in captured.tensors]
+    plan = replace(captured.plan, optimizer_owned=captured.plan.others, others=())
+    with reserved_of(plan.layout) as reserved:
+        copier = SlotCopier(plan, reserved, pytest.fail)
+        pending = copier.start(LEASE, replace(captured, plan=plan), overlap=True)
+        in_turn = [work for work in cuda.works if work.stream is cuda.computing]
+        assert len(in_turn) == 3 * len(DTYPES)
+        assert len(cuda.works) == len(in_turn) + len(DTYPES) + 2 + 1, "and the stamp"
+        cuda.computing.synchronize()
+        for value in values.values():
+            if value.numel() < 5:
+                value.zero_()
+        pending.wait()
+
+        assert pending.written() == []
+        views = views_of(reserved.slots[0].view, plan.layout, plan.names)
+        assert all(map(torch.equal, views, saved))
+        copier.close()
 
 
 def test_the_stager_of_dcp_waits_for_its_copies_and_not_for_the_device(cuda, monkeypatch):

@@ -223,9 +223,22 @@ def verified_file_name(shard: Shard) -> str:
     return f"{shard.file_name}.verified"
 
 
+def damaged_file_name(shard: Shard) -> str:
+    """Return the name of the empty file next to *shard* once it was found to be damaged."""
+    return f"{shard.file_name}.damaged"
+
+
 def names_verify(names: Collection[str], manifest: Manifest) -> bool:
     """Return whether the files *names* next to *manifest* say that each shard was read back."""
     return all(verified_file_name(record.shard) in names for record in manifest.shards)
+
+
+def names_tell_damage(names: Collection[str], manifest: Manifest) -> bool:
+    """Return whether a shard is not among the files *names*, or one of them says it is damaged."""
+    return any(
+        record.shard.file_name not in names or damaged_file_name(record.shard) in names
+        for record in manifest.shards
+    )
 
 
 def record_file_name(shard: Shard) -> str:

@@ -533,13 +533,39 @@ def test_a_state_is_verified_once_it_was_read_back_and_no_more_once_it_is_damage
     assert is_verified()
     assert verify_state(store, STATE) == []
 
-    store.forget_read_back(second, STATE)
-    store.forget_read_back(second, STATE)
+    store.mark_damaged(second, STATE)
+    store.mark_damaged(second, STATE)
     assert not is_verified()
+    (stored,) = store.list_states()
+    assert stored.is_damaged
+    (problem,) = verify_state(store, STATE, sizes_only=True)
+    assert (
+        str(problem)
+        == f"{file_key(1).partition('/')[2]}: it was not what was saved when it was read last"
+    )
+    assert verify_state(store, STATE) == []
     store.read_back(second, STATE)
+    assert is_verified()
+    assert not store.list_states()[0].is_damaged
     kind.remove(f"{STATE.name}/{MANIFEST}")
     persist(store, STATE, pair, origin=ORIGIN)
     assert not is_verified()
+
+
+def test_a_state_that_lacks_a_shard_or_was_damaged_is_damaged_until_it_is_written_anew(
+    store, kind, pair
+):
+    persist(store, STATE, pair, origin=ORIGIN)
+    for record in store.read_manifest(STATE).shards:
+        store.read_back(record, STATE)
+    kind.remove(file_key(1))
+    (stored,) = store.list_states()
+    assert (stored.is_verified, stored.is_damaged) == (False, True)
+
+    store.mark_damaged(stored.manifest.shards[1], STATE)
+    persist(store, STATE, pair, origin=ORIGIN)
+    (stored,) = store.list_states()
+    assert (stored.is_verified, stored.is_damaged) == (False, False)
 
 
 def test_the_manifest_is_complete_without_the_store(store, kind, pair):

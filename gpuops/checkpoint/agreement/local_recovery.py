@@ -6,6 +6,7 @@ here only once a rank has found it damaged.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -353,12 +354,17 @@ class _Candidate:
         if self.loading_world not in (None, shard.world):
             return self._partial(record)
         path = self.store.local_shard_path(self.state, shard)
-        if path is None:
-            memory = self.make(record.digest.nbytes)
-            self.fetched.append(memory)
-            self.store.fetch_shard(record, self.state, memory.view)
-            return memory
-        _verify_chunks(self.store, self.stored.manifest, shard)
+        try:
+            if path is None:
+                memory = self.make(record.digest.nbytes)
+                self.fetched.append(memory)
+                self.store.fetch_shard(record, self.state, memory.view)
+                return memory
+            _verify_chunks(self.store, self.stored.manifest, shard)
+        except CorruptError:
+            with suppress(CheckpointError):  # it may not be writable here
+                self.store.mark_damaged(record, self.state)
+            raise
         return path
 
     def _partial(self, record: ShardRecord) -> PartialImage:

@@ -37,12 +37,14 @@ class StoredState:
     """A state with a valid manifest. ``tags`` pin it: it is not deleted while it has one.
 
     ``is_verified``: all its shards were read back from the store, and were what was saved.
+    ``is_damaged``: one of them is not there, or was not what was saved when it was read last.
     """
 
     state: StateId
     manifest: Manifest
     tags: tuple[str, ...] = ()
     is_verified: bool = False
+    is_damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,17 +249,19 @@ class CheckpointStore(Protocol):
     ) -> None:
         """Read a shard from the store and record that it is intact, unless that is recorded.
 
+        What `mark_damaged` recorded of it is removed then.
+
         Raises:
             CorruptError: It is not what was saved.
             CheckpointError: It cannot be read, or the result not be recorded.
         """
         ...
 
-    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
-        """Remove what `read_back` recorded of a shard: it is damaged.
+    def mark_damaged(self, record: ShardRecord, state: StateId) -> None:
+        """Record that a shard is damaged; remove what `read_back` recorded of it.
 
         Raises:
-            CheckpointError: It cannot be removed.
+            CheckpointError: It cannot be recorded.
         """
         ...
 

@@ -21,6 +21,8 @@ from gpuops.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     Manifest,
     ShardRecord,
+    damaged_file_name,
+    names_tell_damage,
     names_verify,
     parse_manifest,
     verified_file_name,
@@ -221,8 +223,7 @@ class DirectoryStore:
                 except CheckpointError as exc:
                     damaged.append(DamagedState(name, str(exc), isinstance(exc, CorruptError)))
                 else:
-                    is_verified = _is_verified(manifest, root)
-                    states.append(StoredState(state, manifest, pins(state), is_verified))
+                    states.append(_stored_state(manifest, root, pins(state)))
         states.sort(key=lambda stored: stored.state, reverse=True)
         return StoreScan(tuple(states), tuple(damaged), tuple(leftovers))
 
@@ -308,14 +309,12 @@ class DirectoryStore:
                 raise CorruptError(f"{self._root / state.name / name}: {exc}") from exc
             finally:
                 close_quietly(fd)
-            write_synced(verified, b"", folder)
-            os.fsync(folder)
+            _set_mark(verified, damaged_file_name(record.shard), folder)
 
-    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
-        name = verified_file_name(record.shard)
-        with self._open_state(state, name) as folder, contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-            os.fsync(folder)
+    def mark_damaged(self, record: ShardRecord, state: StateId) -> None:
+        name = damaged_file_name(record.shard)
+        with self._open_state(state, name) as folder:
+            _set_mark(name, verified_file_name(record.shard), folder)
 
     def delete(self, state: StateId) -> None:
         with self._open_root("remove a state from") as root:
@@ -398,14 +397,25 @@ def _read_manifest(root: int, path: Path, state: StateId) -> Manifest:
     return manifest
 
 
-def _is_verified(manifest: Manifest, root: int) -> bool:
-    """Return whether each shard was read back."""
+def _stored_state(manifest: Manifest, root: int, tags: tuple[str, ...]) -> StoredState:
+    """Return the state of *manifest*, and what the files next to it say about its shards."""
     try:
         with open_directory(manifest.state.name, dir_fd=root) as folder:
             names = set(list_names(folder))
     except OSError:  # it is removed just now
-        return False
-    return names_verify(names, manifest)
+        return StoredState(manifest.state, manifest, tags)
+    is_damaged = names_tell_damage(names, manifest)
+    is_verified = not is_damaged and names_verify(names, manifest)
+    return StoredState(manifest.state, manifest, tags, is_verified, is_damaged)
+
+
+def _set_mark(name: str, other: str, folder: int) -> None:
+    """Make the empty file *name*, and remove *other*, which says the opposite."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(other, dir_fd=folder)
+    with contextlib.suppress(FileExistsError):
+        write_synced(name, b"", folder)
+    os.fsync(folder)
 
 
 def _read_pins(root: int) -> Callable[[StateId], tuple[str, ...]]:

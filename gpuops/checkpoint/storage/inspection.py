@@ -18,7 +18,13 @@ from gpuops.checkpoint.image import (
     parse_metadata_blob,
     read_layout,
 )
-from gpuops.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, verified_file_name
+from gpuops.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    damaged_file_name,
+    verified_file_name,
+)
 from gpuops.checkpoint.pieces import encode_block, pieces_file_name
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
@@ -293,7 +299,8 @@ def verify_state(
 ) -> list[FileProblem]:
     """Return the problems of *state* in *store*: none where every bit is as it was saved.
 
-    *sizes_only*: check the names and sizes of the files, not their content.
+    *sizes_only*: check the names and sizes of the files, and the marks of damage that was found
+    before, not their content.
 
     Raises:
         CheckpointError: The store cannot be listed. Problems of the state are returned.
@@ -304,16 +311,17 @@ def verify_state(
         return [FileProblem(MANIFEST, FileProblemKind.MANIFEST, str(exc))]
     sizes = store.file_sizes(state)
     shards = [record.shard for record in manifest.shards]
-    expected = {
-        name
-        for shard in shards
-        for name in (shard.file_name, pieces_file_name(shard), verified_file_name(shard))
-    }
+    beside = (pieces_file_name, verified_file_name, damaged_file_name)
+    expected = {shard.file_name for shard in shards}
+    expected |= {file_name(shard) for file_name in beside for shard in shards}
     problems = _unexpected_files(sizes, expected)
     done_bytes = 0
     for record in manifest.shards:
         name, nbytes = record.shard.file_name, record.digest.nbytes
         problem = _size_problem(name, sizes.get(name), nbytes)
+        if problem is None and sizes_only and damaged_file_name(record.shard) in sizes:
+            detail = "it was not what was saved when it was read last"
+            problem = FileProblem(name, FileProblemKind.FLIPPED, detail)
         if problem is None and not sizes_only:
             shard_progress = partial(_report_progress, progress, done_bytes, manifest.nbytes)
             blocks = bytearray()

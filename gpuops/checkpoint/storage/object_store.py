@@ -17,6 +17,8 @@ from gpuops.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     ShardRecord,
+    damaged_file_name,
+    names_tell_damage,
     names_verify,
     verified_file_name,
 )
@@ -128,8 +130,11 @@ class ObjectStore:
                 continue
             try:
                 manifest = self.read_manifest(state)
-                is_verified = names_verify(self._tree.sizes(name), manifest)
-                states.append(StoredState(state, manifest, pins.get(state, ()), is_verified))
+                files = self._tree.sizes(name)
+                is_damaged = names_tell_damage(files, manifest)
+                is_verified = not is_damaged and names_verify(files, manifest)
+                tags = pins.get(state, ())
+                states.append(StoredState(state, manifest, tags, is_verified, is_damaged))
             except NoStateError:
                 leftovers.append(name)
             except CheckpointError as exc:
@@ -210,10 +215,12 @@ class ObjectStore:
                 self._read_chunk(record, state, number)
         except CorruptError as exc:
             raise CorruptError(f"{self._shard_url(state, record.shard)}: {exc}") from exc
+        self._tree.remove(f"{state.name}/{damaged_file_name(record.shard)}")
         self._tree.write(marker, b"")
 
-    def forget_read_back(self, record: ShardRecord, state: StateId) -> None:
+    def mark_damaged(self, record: ShardRecord, state: StateId) -> None:
         self._tree.remove(f"{state.name}/{verified_file_name(record.shard)}")
+        self._tree.write(f"{state.name}/{damaged_file_name(record.shard)}", b"")
 
     def delete(self, state: StateId) -> None:
         if tags := self._read_pins().get(state):

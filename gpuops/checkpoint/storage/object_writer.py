@@ -8,6 +8,7 @@ from gpuops.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     Manifest,
     ShardRecord,
+    damaged_file_name,
     encode_manifest,
     encode_record,
     parse_record,
@@ -137,7 +138,8 @@ class ObjectWriter:
         url = f"{self._tree.address}/{key}"
         try:
             throttle(0)  # an upload calls it first when a part is done
-            self._tree.remove(f"{self._state.name}/{verified_file_name(record.shard)}")
+            for mark in (verified_file_name(record.shard), damaged_file_name(record.shard)):
+                self._tree.remove(f"{self._state.name}/{mark}")
             pieces = verify_image(source, record.digest)
             upload_id = self._tree.upload(key, image_fd(source), throttle)
             verify_image(source, record.digest)  # it did not change meanwhile

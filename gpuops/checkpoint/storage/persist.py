@@ -299,48 +299,68 @@ class RetentionDecision:
 
 
 def decide_retention(
-    states: Sequence[StoredState], retention: RetentionPolicy, verified: Collection[StateId] = ()
+    states: Sequence[StoredState],
+    retention: RetentionPolicy,
+    verified: Collection[StateId] = (),
+    resumed: StateId | None = None,
 ) -> list[RetentionDecision]:
     """Return a decision on each of *states*, newest first.
 
     *verified*: those whose bytes are known to be good. The newest of them stays; where none is
     known to be good, each of the newest *keep_last* could be bad, and nothing is removed.
+    *resumed*, which the job has resumed from, stays.
+
+    Damaged states are none of the *keep_last*. As many of them stay, if they are newer than these:
+    the damage may be of one reader only.
     """
     ordered = sorted(states, key=lambda stored: stored.state, reverse=True)
     reasons: dict[StateId, list[str]] = {stored.state: [] for stored in ordered}
-    for stored in ordered[: retention.keep_last]:
+    intact = [stored for stored in ordered if not stored.is_damaged]
+    for stored in intact[: retention.keep_last]:
         reasons[stored.state].append(f"among the newest {retention.keep_last}")
+    for state in _newest_damaged(ordered, retention.keep_last):
+        reasons[state].append("damaged, and newer than what is kept instead")
     for stored in ordered:
         if retention.keep_every and stored.state.step % retention.keep_every == 0:
             reasons[stored.state].append(f"each {retention.keep_every} steps")
         if stored.tags:
             reasons[stored.state].append(f"pinned by {', '.join(stored.tags)}")
     for bucket in retention.buckets:
-        for state in _newest_in_buckets(ordered, bucket):
+        for state in _newest_in_buckets(intact, bucket):
             reasons[state].append(f"one in {bucket.every_s} s for {bucket.age_s} s")
-    newest_verified = max((state for state in verified if state in reasons), default=None)
+    known = {stored.state for stored in intact}
+    newest_verified = max((state for state in verified if state in known), default=None)
     if newest_verified is not None:
         reasons[newest_verified].append("the newest that was verified")
+    if resumed is not None and resumed in reasons:
+        reasons[resumed].append("the job resumed from it")
     return [_decision(stored.state, reasons[stored.state], newest_verified) for stored in ordered]
 
 
 def states_to_delete(
-    states: Sequence[StoredState], retention: RetentionPolicy, verified: Collection[StateId] = ()
+    states: Sequence[StoredState],
+    retention: RetentionPolicy,
+    verified: Collection[StateId] = (),
+    resumed: StateId | None = None,
 ) -> list[RetentionDecision]:
     """Return the decisions on the states to be removed, oldest first."""
     return [
         decision
-        for decision in reversed(decide_retention(states, retention, verified))
+        for decision in reversed(decide_retention(states, retention, verified, resumed))
         if not decision.is_kept
     ]
 
 
 def prune(
-    store: CheckpointStore, retention: RetentionPolicy, verified: Collection[StateId]
+    store: CheckpointStore,
+    retention: RetentionPolicy,
+    verified: Collection[StateId],
+    resumed: StateId | None = None,
 ) -> list[RetentionDecision]:
     """Remove from *store* what `states_to_delete` returns, oldest first; return what was removed.
 
-    States that were read back are verified; *verified* count where there are none.
+    States that were read back are verified; *verified* count where there are none. The state that
+    the job *resumed* from stays until a newer one was read back.
 
     Raises:
         CheckpointError: One could not be removed; those before it were.
@@ -348,7 +368,9 @@ def prune(
     removed = []
     states = store.list_states()
     read_back = {stored.state for stored in states if stored.is_verified}
-    for decision in states_to_delete(states, retention, read_back or verified):
+    if resumed is not None and any(state > resumed for state in read_back):
+        resumed = None
+    for decision in states_to_delete(states, retention, read_back or verified, resumed):
         store.delete(decision.state)
         removed.append(decision)
     return removed
@@ -362,6 +384,19 @@ def _decision(
     if newest_verified is None:
         return RetentionDecision(state, is_kept=True, why="no state is known to be good")
     return RetentionDecision(state, is_kept=False, why="no rule keeps it")
+
+
+def _newest_damaged(ordered: Sequence[StoredState], keep_last: int) -> list[StateId]:
+    """Return the newest *keep_last* damaged states that are newer than what is kept instead."""
+    n_intact, found = 0, []
+    for stored in ordered:
+        if stored.is_damaged:
+            found.append(stored.state)
+        else:
+            n_intact += 1
+        if n_intact == keep_last:
+            break
+    return found[:keep_last]
 
 
 def _newest_in_buckets(ordered: Sequence[StoredState], bucket: RetentionBucket) -> list[StateId]:

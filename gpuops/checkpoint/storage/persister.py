@@ -39,6 +39,7 @@ class PersistTask:
     """One state to be written; ``session`` is the session where other nodes write shards, too.
 
     ``once``: what the nodes hold alike and write once, None where each writes all of its own.
+    ``resumed``: the state that the job resumed from, if any.
     """
 
     state: StateId
@@ -47,6 +48,7 @@ class PersistTask:
     origin: StateOrigin
     session: str | None = None
     once: WriteOnce | None = None
+    resumed: StateId | None = None
 
     @property
     def sources(self) -> Mapping[Shard, ShardInMemory]:
@@ -56,12 +58,16 @@ class PersistTask:
 
 @dataclass(frozen=True, slots=True)
 class CommitTask:
-    """A state of which all nodes have written their shards, to be committed in the directory."""
+    """A state of which all nodes have written their shards, to be committed in the directory.
+
+    ``resumed``: the state that the job resumed from, if any.
+    """
 
     state: StateId
     world: int
     policy: CheckpointPolicy
     origin: StateOrigin
+    resumed: StateId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ def run_persist(
         written = _persist_part(task, write, check_fits)
         return PersistOutcome(written, is_complete=False, warning=warning)
     persisted = persist(store, task.state, task.sources, origin=task.origin, throttle=throttle)
-    pruned, why = prune_old(store, task.policy, task.state)
+    pruned, why = prune_old(store, task.policy, task.state, task.resumed)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
 
 
@@ -148,7 +154,7 @@ def run_commit(
             f"{task.state} cannot be committed in {store.address}: not all of its {task.world} "
             "shards are there"
         )
-    pruned, warning = prune_old(store, task.policy, task.state)
+    pruned, warning = prune_old(store, task.policy, task.state, task.resumed)
     persisted = PersistResult(task.state, clock_s() - began_s, 0)
     return PersistOutcome(persisted, has_written_shards=False, pruned=pruned, warning=warning)
 
@@ -188,6 +194,7 @@ class Persister:
     last_complete: StateId | None = None
     n_writes: int = 0
     commit_failure: str = ""
+    _resumed: StateId | None = None
     _committing: StateId | None = None
     _commit_again_s: float = 0.0
     _is_reported: bool = False
@@ -252,6 +259,7 @@ class Persister:
 
     def rewind(self, state: StateId | None) -> None:
         """Drop states newer than the one that the job resumes from."""
+        self._resumed = state
         self.schedule.rewind(state)
         self.written_states = [
             part for part in self.written_states if state is not None and part <= state
@@ -301,7 +309,7 @@ class Persister:
         session = None if table.is_single_node else self.origin.job
         shards = self.memory.complete_shards(state)
         once = once if state.epoch == table.epoch else None
-        task = PersistTask(state, shards, policy, self.origin, session, once)
+        task = PersistTask(state, shards, policy, self.origin, session, once, self._resumed)
         self.schedule.on_start(state, self.clock_s())
         run_task(self._run_persist(task))
 
@@ -319,9 +327,10 @@ class Persister:
             self._on_failure(task.state, why)
         else:
             self._on_success(outcome, task.policy)
-            shards = task.shards.keys()
-            is_alone = task.session is None
-            self.read_back.request(ReadBackTask(task.state, shards, task.policy, is_alone))
+            written, is_alone = task.shards.keys(), task.session is None
+            self.read_back.request(
+                ReadBackTask(task.state, written, task.policy, is_alone, task.resumed)
+            )
         self.persist_if_due()
 
     def _on_damaged(self, state: StateId) -> None:
@@ -353,7 +362,8 @@ class Persister:
         ):
             return
         self._committing = state
-        run_task(self._run_commit(CommitTask(state, world, policy, self.origin)))
+        task = CommitTask(state, world, policy, self.origin, self._resumed)
+        run_task(self._run_commit(task))
 
     def commit_at_end(self, state: StateId) -> None:
         """As `commit_shards` of what this node has written, where no leader says that all have.

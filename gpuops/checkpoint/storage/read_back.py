@@ -11,6 +11,7 @@ from functools import partial
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.off_ranks import off_ranks
+from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.storage.api import CheckpointStore, NoStateError
 from gpuops.checkpoint.storage.persist import RetentionPolicy, prune
 from gpuops.checkpoint.storage.throttle import until_stopped
@@ -23,12 +24,16 @@ _WAITING_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class ReadBackTask:
-    """A state of which this node wrote *shards*; ``is_alone``: it wrote all of them."""
+    """A state of which this node wrote *shards*; ``is_alone``: it wrote all of them.
+
+    ``resumed``: the state that the job resumed from, if any.
+    """
 
     state: StateId
     shards: Collection[Shard]
     policy: CheckpointPolicy
     is_alone: bool
+    resumed: StateId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +69,39 @@ def run_read_back(
         except NoStateError:  # removed, or another node still writes
             continue
         records = [manifest.record(shard) for shard in sorted(task.shards)]
-        try:
-            for record in records:
+        for record in records:
+            try:
                 store.read_back(record, task.state, throttle=until_stopped(should_stop))
-        except CorruptError as exc:
-            if task.is_alone:
-                with suppress(CheckpointError):  # it is pinned
-                    store.delete(task.state)
-            return ReadBackResult(task, damage=str(exc))
+            except CorruptError as exc:
+                _remove_or_mark(store, task, record)
+                return ReadBackResult(task, damage=str(exc))
         nbytes = sum(record.digest.nbytes for record in records)
-        return ReadBackResult(task, nbytes, prune_old(store, task.policy, task.state)[0])
+        removed, _ = prune_old(store, task.policy, task.state, task.resumed)
+        return ReadBackResult(task, nbytes, removed)
     return None
 
 
+def _remove_or_mark(store: CheckpointStore, task: ReadBackTask, damaged: ShardRecord) -> None:
+    with suppress(CheckpointError):
+        store.mark_damaged(damaged, task.state)
+    if task.is_alone:
+        with suppress(CheckpointError):  # it is pinned
+            store.delete(task.state)
+
+
 def prune_old(
-    store: CheckpointStore, policy: CheckpointPolicy, state: StateId
+    store: CheckpointStore, policy: CheckpointPolicy, state: StateId, resumed: StateId | None
 ) -> tuple[tuple[StateId, ...], str]:
-    """Apply retention once *state* was written; return what was removed, and the problem if any."""
+    """Apply retention once *state* was written by a job that *resumed* from another one.
+
+    Return what was removed, and the problem if any.
+    """
     retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
     try:
-        return tuple(decision.state for decision in prune(store, retention, {state})), ""
+        removed = prune(store, retention, {state}, resumed)
     except CheckpointError as exc:
         return (), str(exc)
+    return tuple(decision.state for decision in removed), ""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Read verified parts of one stored shard: pieces by their hashes, else whole chunks."""
 
 import threading
+from contextlib import suppress
 
 from gpuops.checkpoint.digest import HASH_BYTES, chunk_count, chunk_hash, is_chunk_intact
 from gpuops.checkpoint.manifest import ShardRecord
@@ -38,6 +39,8 @@ class StoredRanges:
         end = min(begin + CHUNK_BYTES, digest.nbytes)
         data = self._store.read_bytes(self._state, self._record.shard, begin, end)
         if not is_chunk_intact(data, digest, number):
+            with suppress(CheckpointError):  # it may not be writable here
+                self._store.mark_damaged(self._record, self._state)
             raise CorruptError(
                 f"{self._store.address}/{self._state.name}/{self._record.shard.file_name} is "
                 f"corrupt in piece {number} of {chunk_count(digest.nbytes)}"

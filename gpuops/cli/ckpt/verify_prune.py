@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import click
 from rich.console import Console
@@ -60,14 +61,27 @@ def bytes_progress(*, quiet: bool) -> Iterator[Progress]:
 def verify_with_progress(
     store: CheckpointStore, stored: StoredState, progress: Progress
 ) -> list[FileProblem]:
-    """Return the problems of one state, and show the progress."""
+    """Return the problems of one state, and show the progress; the store keeps what was found."""
     task = progress.add_task(str(stored.state), total=stored.manifest.nbytes)
     try:
-        return verify_state(
+        problems = verify_state(
             store, stored.state, progress=lambda done, _all: progress.update(task, completed=done)
         )
     finally:
         progress.remove_task(task)
+    with suppress(CheckpointError):  # it may not be writable here
+        _record_result(store, stored, problems)
+    return problems
+
+
+def _record_result(
+    store: CheckpointStore, stored: StoredState, problems: Sequence[FileProblem]
+) -> None:
+    for record in stored.manifest.shards:
+        if any(problem.file.startswith(record.shard.file_name) for problem in problems):
+            store.mark_damaged(record, stored.state)
+        elif stored.is_damaged:
+            store.read_back(record, stored.state)
 
 
 @click.command(epilog="Example: gpuops ckpt verify newest --dir /scratch/ck1")
@@ -124,10 +138,6 @@ def _verify_states(
     with bytes_progress(quiet=as_json) as progress:
         for stored in chosen:
             problems = verify_with_progress(store, stored, progress)
-            if problems and stored.is_verified:
-                with suppress(CheckpointError):  # it may not be writable here
-                    for record in stored.manifest.shards:
-                        store.forget_read_back(record, stored.state)
             found.append(_result(stored.state.name, stored, problems))
     return {"address": store.address, "checkpoints": found}
 
@@ -219,9 +229,8 @@ def prune(
         decisions = decide_retention(states, retention, [stored.state for stored in states])
         if not all(decision.is_kept for decision in decisions):
             with bytes_progress(quiet=as_json) as progress:
-                decisions = decide_retention(
-                    states, retention, _newest_intact(store, states, progress)
-                )
+                states, intact = _find_newest_intact(store, states, progress)
+            decisions = decide_retention(states, retention, intact)
         to_remove = [decision for decision in reversed(decisions) if not decision.is_kept]
         if not as_json:
             _print_decisions(decisions, states)
@@ -238,14 +247,17 @@ def prune(
     return EXIT_OK
 
 
-def _newest_intact(
+def _find_newest_intact(
     store: CheckpointStore, states: Sequence[StoredState], progress: Progress
-) -> set[StateId]:
-    """Return the newest intact state; without one nothing is removed."""
-    for stored in states:
-        if not verify_with_progress(store, stored, progress):
-            return {stored.state}
-    return set()
+) -> tuple[tuple[StoredState, ...], set[StateId]]:
+    """Return *states* with the damage found, and the newest intact one, if any."""
+    found = []
+    for n, stored in enumerate(states):
+        is_damaged = bool(verify_with_progress(store, stored, progress))
+        found.append(replace(stored, is_damaged=is_damaged))
+        if not is_damaged:
+            return (*found, *states[n + 1 :]), {stored.state}
+    return tuple(found), set()
 
 
 def _confirm(n_going: int, *, yes: bool, as_json: bool) -> None:

@@ -232,6 +232,46 @@ def test_what_was_persisted_is_read_back_and_written_again_if_it_is_damaged(node
     assert [(it.state, it.is_verified) for it in store.list_states()] == [(second, True)]
 
 
+def test_a_state_that_a_restore_finds_damaged_is_none_of_those_that_are_kept(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0, keep_last=2)
+    node.start().core.set_policy(policy)
+    node.go()
+    for step in (1, 2, 3):
+        state = node.save(step)
+        node.jobs.do("persist")
+        node.jobs.do("read_back")
+    path = store.local_shard_path(state, Shard(1, 2))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    again = Node()  # nothing is in memory
+    again.start().core.set_policy(policy)
+    again.go()
+    assert again.restore_point.state == StateId(0, 2)
+    assert [it.state.step for it in store.list_states() if it.is_damaged] == [3]
+    for step, left in ((4, [4, 3, 2]), (5, [5, 4])):
+        again.save(step)
+        again.jobs.do("persist")
+        again.jobs.do("read_back")
+        assert [it.state.step for it in store.list_states()] == left
+    again.core.memory.close()
+
+
+def test_of_several_nodes_what_is_read_back_damaged_is_known_to_be(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address)
+    with images(2) as sources:
+        persist(store, StateId(0, 1), sources, origin=ORIGIN)
+    path = store.local_shard_path(StateId(0, 1), Shard(0, 2))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    task = ReadBackTask(StateId(0, 1), [Shard(0, 2)], policy, is_alone=False)
+    node.core.persister.read_back.request(task)
+    node.jobs.do("read_back")
+
+    assert [it.is_damaged for it in store.list_states()] == [True]
+
+
 def test_what_cannot_be_read_back_yet_is_tried_again_and_what_was_removed_is_not(node, tmp_path):
     store = open_any_store(str(tmp_path / "states"))
     policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0)

@@ -1,5 +1,6 @@
 """Which states are removed, and which never are."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -27,7 +28,7 @@ TABLE = blake3(b"").digest(8)
 RECORD = ShardRecord(Shard(0, 1), "0" * 64, Digest(1, TABLE, digest_root(1, TABLE)))
 
 
-def stored(step, *, epoch=1, age_s=0, tags=()):
+def stored(step, *, epoch=1, age_s=0, tags=(), is_damaged=False):
     state = StateId(epoch, step)
     made = Manifest(
         state=state,
@@ -38,7 +39,7 @@ def stored(step, *, epoch=1, age_s=0, tags=()):
         generation=0,
         job="",
     )
-    return StoredState(state, made, tags)
+    return StoredState(state, made, tags, is_damaged=is_damaged)
 
 
 def row(*steps):
@@ -86,6 +87,26 @@ def test_the_newest_verified_stays_however_old():
     states = row(1, 2, 3, 4, 5, 6)
 
     assert kept(states, RetentionPolicy(keep_last=2), {StateId(1, 1), StateId(1, 2)}) == [6, 5, 2]
+
+
+def test_a_damaged_state_is_none_of_the_newest_and_goes_once_enough_newer_ones_are_there():
+    retention, damaged = RetentionPolicy(keep_last=3), stored(20, is_damaged=True)
+    states = [stored(13), stored(17), damaged, stored(18, epoch=2), stored(22, epoch=2)]
+    newest = {StateId(2, 22)}
+
+    assert kept(states, retention, newest) == [22, 18, 20, 17]
+    assert kept([*states, stored(26, epoch=2)], retention, newest) == [26, 22, 18]
+    verdicts = decide_retention(states, retention, newest)
+    assert verdicts[2].why == "damaged, and newer than what is kept instead"
+    bad = [stored(step, epoch=3, is_damaged=True) for step in range(30, 40)]
+    assert kept([*states, *bad], retention, newest) == [39, 38, 37, 22, 18, 17]
+
+
+def test_a_damaged_state_is_not_the_one_of_its_hour():
+    states = [stored(1, age_s=120), stored(2, age_s=60, is_damaged=True), stored(3)]
+    hourly = RetentionPolicy(keep_last=1, buckets=(RetentionBucket(HOUR_S, DAY_S),))
+
+    assert kept(states, hourly, {StateId(1, 3)}) == [3, 1]
 
 
 def test_nothing_goes_while_none_is_known_to_be_good():
@@ -163,6 +184,7 @@ STORED = st.builds(
     epoch=st.integers(0, 2),
     age_s=st.integers(0, 10 * DAY_S),
     tags=st.sampled_from([(), (), (), ("x",)]),
+    is_damaged=st.booleans(),
 )
 RETENTIONS = st.builds(
     RetentionPolicy,
@@ -178,14 +200,13 @@ RETENTIONS = st.builds(
     data=st.data(),
 )
 def test_what_must_stay_stays_and_a_second_time_nothing_goes(states, retention, data):
-    verified = data.draw(
-        st.sets(st.sampled_from([item.state for item in states])) if states else st.just(set())
-    )
+    intact = [item.state for item in states if not item.is_damaged]
+    verified = data.draw(st.sets(st.sampled_from(intact)) if intact else st.just(set()))
     gone = {verdict.state for verdict in states_to_delete(states, retention, verified)}
 
     assert not gone & {item.state for item in states if item.tags}
     assert max(verified, default=None) not in gone
-    newest = sorted((item.state for item in states), reverse=True)[: retention.keep_last]
+    newest = sorted(intact, reverse=True)[: retention.keep_last]
     assert not gone & set(newest)
     if not verified:
         assert not gone
@@ -206,6 +227,16 @@ class ListOfStates:
         if state == self.stuck:
             raise CheckpointError("cannot")
         self.states = [item for item in self.states if item.state != state]
+
+
+def test_what_the_job_resumed_from_stays_until_a_newer_state_was_read_back():
+    def left(*states):
+        store = ListOfStates([stored(1), stored(2), *states])
+        prune(store, RetentionPolicy(keep_last=1), {StateId(1, 4)}, StateId(1, 1))
+        return [item.state.step for item in store.states]
+
+    assert left(stored(3), stored(4)) == [1, 4]
+    assert left(replace(stored(3), is_verified=True), stored(4)) == [3, 4]
 
 
 def test_pruning_stops_at_a_state_that_cannot_be_removed():

@@ -290,6 +290,28 @@ def test_a_state_that_verify_finds_damaged_is_verified_no_more(store, ckpt):
     assert not json.loads(ckpt("ls", "--json")[1])["checkpoints"][0]["verified"]
 
 
+def test_damage_that_verify_found_is_listed_until_it_finds_none(store, ckpt):
+    state = make_state(store, RANKS, step=12)
+    path = store.local_shard_path(state, Shard(1, 2))
+    intact = path.read_bytes()
+    damage(store, state, Shard(1, 2))
+    assert ckpt("verify")[0] == 1
+    assert f"DAMAGED: {state.name}: {path.name}: it was not what was saved" in ckpt("ls")[1]
+
+    path.write_bytes(intact)
+    assert ckpt("verify")[0] == 0
+    assert "DAMAGED" not in ckpt("ls")[1]
+
+
+def test_prune_keeps_as_many_as_asked_besides_a_damaged_one(store, ckpt):
+    for step in (1, 2, 3, 4):
+        make_state(store, RANKS, step=step)
+    damage(store, StateId(0, 4), Shard(0, 2))
+
+    assert ckpt("prune", "--keep-last", "2", "--yes")[0] == 0
+    assert states_of(store) == [4, 3, 2]
+
+
 def test_a_newest_state_that_is_damaged_is_not_passed_over_by_verify(store, ckpt):
     make_state(store, RANKS, step=12)
     state = make_state(store, RANKS, step=13)

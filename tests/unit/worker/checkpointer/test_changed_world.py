@@ -197,6 +197,8 @@ def test_where_a_part_is_damaged_the_state_before_serves(reader, states):
     _, why = loads(reader, 1, OLD)
 
     assert any(f"step {NEW}" in each and "corrupt in piece" in each for each in why), why
+    stored = open_store(str(states)).list_states()
+    assert [it.state.step for it in stored if it.is_damaged] == [NEW]
 
 
 def test_where_all_are_damaged_nothing_is_changed_and_the_error_says_where(reader, states):

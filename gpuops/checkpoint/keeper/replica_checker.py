@@ -50,6 +50,7 @@ from gpuops.checkpoint.types import Shard, StateId
 
 _MISSED_IN_ROW_MAX = 4
 _LAYOUTS_MAX = 64
+_TENSORS_ALL_MIN = 2  # one tensor that differs is no sign that ranks count steps differently
 _PIN_OWNER = "vote"
 
 
@@ -281,7 +282,9 @@ class ReplicaChecker:
         history = group_history.history
         if history.last_equal is None and different:
             group_history.unequal.update(different)
-            self._report_independent(state, group.ranks, [group.names[i] for i in different])
+            names = [group.names[i] for i in different]
+            is_all = len(different) == len(group.names) >= _TENSORS_ALL_MIN
+            self._report_independent(state, group.ranks, names, is_all=is_all)
             if len(group_history.unequal) < len(group.names):
                 history.record(state, is_different=False)
             return
@@ -336,13 +339,20 @@ class ReplicaChecker:
         )
 
     def _report_independent(
-        self, state: StateId, ranks: Sequence[int], names: Sequence[str]
+        self, state: StateId, ranks: Sequence[int], names: Sequence[str], *, is_all: bool = False
     ) -> None:
         what = format_tensors(names, len(names))
         why = (
             f"{format_ranks(ranks)} have different values in {what} at step {state.step} in every "
             "comparison: the program does not replicate them, and they are no longer compared"
         )
+        if is_all:
+            why = (
+                f"{format_ranks(ranks)} have different values in all {len(names)} tensors that "
+                f"they should hold alike, at step {state.step}, where they are first compared: do "
+                "all ranks call Checkpointer.step() with the same number after the same optimizer "
+                "step? If not, this state mixes steps. They are no longer compared"
+            )
         self.notice = why
         self._events.add("replicas_apart", state=state, why=why)
 

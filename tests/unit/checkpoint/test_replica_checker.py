@@ -153,6 +153,17 @@ def test_what_never_was_equal_is_said_once_and_the_rest_is_compared(nodes):
     assert (differ["suspects"], differ["tensors"]) == ([2], ["a.weight"])
 
 
+def test_where_all_differ_at_first_it_asks_whether_the_ranks_count_steps_alike(nodes):
+    node = nodes(2)
+    for step in (6, 8):
+        node.save(step, [(1, name) for name in TRAINED])
+    (apart,) = node.told()
+
+    assert apart["kind"] == "replicas_apart"
+    assert f"in all {len(TRAINED)} tensors that they should hold alike, at step 6" in apart["why"]
+    assert "call Checkpointer.step() with the same number after the same" in apart["why"]
+
+
 def test_ranks_of_which_no_two_agree_train_apart_and_are_not_blamed(nodes):
     node = nodes()
     node.save(1)

@@ -31,6 +31,12 @@ class ArgumentError(CheckpointError):
     exit_code = EXIT_USAGE
 
 
+class StructureError(CheckpointError):
+    """What the script restores into is not of the structure that was saved; no attempt fits."""
+
+    exit_code = EXIT_USAGE
+
+
 class CorruptError(CheckpointError):
     """The bytes are not those that were saved."""
 

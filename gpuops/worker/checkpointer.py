@@ -179,7 +179,11 @@ class Checkpointer:
             started_s = time.monotonic()
             source = self._state_source(ranks)
             self._restored = restore_adapters(
-                self._adapters, source, ranks, allow_pickle=self._allow_pickle
+                self._adapters,
+                source,
+                ranks,
+                allow_pickle=self._allow_pickle,
+                directory=self._policy.directory,
             )
             step = self._restored.step if self._restored else 0
             if self._saver is not None:

@@ -3,13 +3,17 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
+    StateId,
+    StructureError,
 )
 from gpuops.convert.values import ValueDecoder, dumps
 from gpuops.worker.ranks import (
@@ -53,8 +57,11 @@ def restore_adapters(
     ranks: RankContext,
     *,
     allow_pickle: bool,
+    directory: str | None = None,
 ) -> RestoreSummary | None:
     """Load the state of *source* into *adapters*; None where it has none.
+
+    *directory*: where the states persist, for the message of a `StructureError`.
 
     Raises:
         CheckpointError: It cannot be loaded, or the ranks do not agree on what to load.
@@ -64,7 +71,7 @@ def restore_adapters(
         if has_process_group(ranks):
             kind = source.kind if source is not None else SourceKind.NOTHING
             check_same_source(kind, SOURCE_KIND_NAMES, ranks)
-        loaded = _load_newest(adapters, source, ranks) if source is not None else None
+        loaded = _load_newest(adapters, source, ranks, directory) if source is not None else None
         if loaded is None and has_process_group(ranks):
             check_same_state(None, "by keeper or directory")
         if loaded is None or source is None:
@@ -106,7 +113,10 @@ class _Failure(IntEnum):
 
 
 def _load_newest(
-    adapters: Sequence[StateAdapter], source: StateSource, ranks: RankContext
+    adapters: Sequence[StateAdapter],
+    source: StateSource,
+    ranks: RankContext,
+    directory: str | None,
 ) -> _LoadedState | None:
     """Load the newest state of which every rank has what it needs; None where there is none."""
     rejected: StateToLoad | None = None
@@ -123,12 +133,29 @@ def _load_newest(
         loaded, failure, error = _load_together(adapters, source, found, ranks)
         if failure is _Failure.NONE:
             return loaded
+        if isinstance(error, StructureError):
+            # The remedy comes first: a summary may cut the end off.
+            raise StructureError(
+                f"{_describe(found.state, directory)} does not fit this script; restore it into "
+                f"what was saved, or set another --ckpt-dir: {error}"
+            ) from error
         if failure is _Failure.FINAL:
             raise error
         if failure is _Failure.DAMAGED or not found.is_verified:
             source.reject(str(error))
         rejected = found
     raise CheckpointError(f"the newest {AGREE_ATTEMPTS} states are damaged")
+
+
+def _describe(state: StateId, directory: str | None) -> str:
+    """Return what *state* is called, and which run saved it in which directory, if known."""
+    if directory is None:
+        return str(state)
+    saved_by = ""
+    with suppress(CheckpointError):
+        job = open_store(directory).read_manifest(state).job
+        saved_by = f", saved by run {job}" if job else ""
+    return f"{state} in {directory}{saved_by},"
 
 
 def _load_together(

@@ -13,7 +13,6 @@ from gpuops.checkpoint.agreement.local_recovery import (
     SelectedState,
     StateSearchCriteria,
     find_restorable,
-    open_partial,
 )
 from gpuops.checkpoint.hashed_image import HashedImage
 from gpuops.checkpoint.keeper.connection import KeeperGoneError
@@ -21,6 +20,7 @@ from gpuops.checkpoint.keeper.rank_client import KeeperParts, RankKeeperClient
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import CompleteImage, OpenedImage, PartialImage
 from gpuops.checkpoint.storage.api import CheckpointStore
+from gpuops.checkpoint.storage.stored_ranges import open_partial
 from gpuops.checkpoint.types import (
     STEP_MAX,
     CheckpointError,

@@ -24,7 +24,7 @@ from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
-from gpuops.checkpoint.storage.stored_ranges import StoredRanges
+from gpuops.checkpoint.storage.stored_ranges import open_partial
 from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import (
     CheckpointError,
@@ -179,11 +179,7 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
         if state in stored:
             store_error = store_error or f"no copy of {state} is usable"
     if store_error:
-        reasons = "; ".join(dict.fromkeys([store_error, *result.why[:4]]))
-        raise RestoreUndecidedError(
-            f"cannot determine the state to resume from: {reasons}. Repair the directory, or set "
-            "another one to start from scratch"
-        )
+        raise _undecided(store, "; ".join(dict.fromkeys([store_error, *result.why[:4]])))
     return result
 
 
@@ -203,6 +199,30 @@ def _list_stored(
     first = survey.damaged[0] if survey.damaged else None
     store_error = f"{first.name} {first.condition}" if first is not None else ""
     return {found.state: found for found in survey.states}, store_error
+
+
+def _undecided(store: CheckpointStore | None, reasons: str) -> RestoreUndecidedError:
+    if store is not None and _are_all_damaged(store):
+        return RestoreUndecidedError(
+            f"all states in {store.address} are damaged: restore one from a copy, or set another "
+            "--ckpt-dir to start from scratch (gpuops ckpt verify --all names the files): "
+            f"{reasons}"
+        )
+    return RestoreUndecidedError(
+        f"cannot determine the state to resume from: {reasons}. Repair the directory, or set "
+        "another one to start from scratch"
+    )
+
+
+def _are_all_damaged(store: CheckpointStore) -> bool:
+    """Return whether *store* knows of each of its states that it is damaged."""
+    try:
+        survey = store.scan()
+    except CheckpointError:
+        return False
+    return all(found.is_damaged for found in survey.states) and all(
+        found.is_corrupt for found in survey.damaged
+    )
 
 
 @dataclass(slots=True)
@@ -384,23 +404,6 @@ class _Candidate:
         self.choice.problems.append(CopyProblem(self.state, shard, tier, why))
         if tier is Tier.MEMORY:
             self.choice.add_reason(f"{self.state}, rank {shard.rank}, in memory: {why}")
-
-
-def open_partial(
-    store: CheckpointStore,
-    state: StateId,
-    record: ShardRecord,
-    check_fits: Callable[[int], None] = lambda _nbytes: None,
-) -> PartialImage:
-    """Return the image of *record* in *store*; nothing of it is read yet.
-
-    Raises:
-        CheckpointError: It has another size than was saved, or cannot be looked up.
-    """
-    name, nbytes = record.shard.file_name, record.digest.nbytes
-    memory = SharedBuffer.create("gpuops-parts", nbytes)
-    ranges = StoredRanges(store, state, record)
-    return PartialImage(f"{name} of {state}", memory, [ranges], check_fits)
 
 
 def _owners(source: ShardLocation) -> frozenset[int]:

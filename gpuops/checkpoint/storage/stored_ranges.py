@@ -1,10 +1,13 @@
 """Read verified parts of one stored shard: pieces by their hashes, else whole chunks."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from gpuops.checkpoint.digest import HASH_BYTES, chunk_count, chunk_hash, is_chunk_intact
 from gpuops.checkpoint.manifest import ShardRecord
+from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.pieces import BLOCK_BYTES, PIECE_BYTES, parse_block
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, StateId
@@ -70,6 +73,23 @@ class StoredRanges:
             return parse_block(block, hashed, chunk_bytes)
         except CorruptError:
             return None
+
+
+def open_partial(
+    store: CheckpointStore,
+    state: StateId,
+    record: ShardRecord,
+    check_fits: Callable[[int], None] = lambda _nbytes: None,
+) -> PartialImage:
+    """Return the image of *record* in *store*; nothing of it is read yet.
+
+    Raises:
+        CheckpointError: It has another size than was saved, or cannot be looked up.
+    """
+    name, nbytes = record.shard.file_name, record.digest.nbytes
+    memory = SharedBuffer.create("gpuops-parts", nbytes)
+    ranges = StoredRanges(store, state, record)
+    return PartialImage(f"{name} of {state}", memory, [ranges], check_fits)
 
 
 def _pieces_hashed(data: bytes) -> bytes:

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpuops.checkpoint.types import CheckpointError
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    StructureError,
+)
 from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
@@ -204,7 +207,7 @@ class ModelAdapter:
         own_names = set(fqns)
         missing = sorted(own_names - saved - aliases.keys() - others.keys())
         if missing:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has no {_join_names(missing, self.key)}; "
                 "restore into a model of the structure that was saved"
             )
@@ -213,7 +216,7 @@ class ModelAdapter:
             name for name in saved - own_names if not (below and name.startswith(below))
         ) or sorted(aliases.keys() - own_names)
         if surplus and source.is_own:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has {_join_names(surplus, self.key)}, which the model has not; "
                 "restore into a model of the structure that was saved"
             )

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
-from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    CorruptError,
+    StructureError,
+)
 from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
     AdapterSnapshot,
@@ -112,7 +116,7 @@ class ObjectAdapter:
     def _decode(self, source: SavedState, current: object) -> Any:  # noqa: ANN401 anything
         fragments = source.fragments(self.key)
         if not fragments:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has nothing of {self.key}: it was saved without it; "
                 "restore first without it as well"
             )

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gpuops.checkpoint.image import TensorSpec
-from gpuops.checkpoint.types import CheckpointError, CorruptError
+from gpuops.checkpoint.types import (
+    CorruptError,
+    StructureError,
+)
 from gpuops.convert.tensors import DTYPES, is_dtensor, needs_carrier
 from gpuops.convert.values import StateEncoder, dumps
 from gpuops.worker.state.adapter import (
@@ -122,7 +125,7 @@ class OptimizerAdapter:
         """Request the state of each parameter; create what is missing."""
         fragments = source.fragments(self.key)
         if not fragments:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has nothing of {self.key}: it was saved without it; "
                 "restore first without it as well"
             )
@@ -202,7 +205,7 @@ class OptimizerAdapter:
         known = set(names.values())
         surplus = sorted(name for name in entries.keys() - known if not name.startswith("$"))
         if surplus and source.is_own:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has the state of {len(surplus)} parameters that {self.key} has "
                 f"not, {surplus[0]} among them; restore into an optimizer over the same parameters"
             )
@@ -247,7 +250,7 @@ class OptimizerAdapter:
         own_names = [names[each] for each in group["params"]]
         root, saved = _saved_group(index, own_names, fragments, self.key, is_exact=source.is_own)
         if source.is_own and saved is None:
-            raise CheckpointError(
+            raise StructureError(
                 f"the checkpoint has no parameter group with the {len(own_names)} parameters of "
                 f"group {index} of {self.key}; restore into an optimizer with the same groups"
             )

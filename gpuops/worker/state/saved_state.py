@@ -27,7 +27,12 @@ from gpuops.checkpoint.image import (
 from gpuops.checkpoint.partial_image import ByteRange, OpenedImage
 from gpuops.checkpoint.pieces import PIECE_BYTES
 from gpuops.checkpoint.storage.inspection import LENGTH_BYTES, first_overlap, header_size_bytes
-from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    CorruptError,
+    Shard,
+    StructureError,
+)
 from gpuops.convert.tensors import (
     DTYPE_NAMES,
     TensorPlacements,
@@ -164,17 +169,17 @@ class SavedState:
         check_storable(target, name)
         spec = self.spec(name)
         if spec is None:
-            raise CheckpointError(f"the checkpoint has no {name}")
+            raise StructureError(f"the checkpoint has no {name}")
         with torch.no_grad():
             stored = as_storable(target) if not is_dtensor(target) else target
             dtype = DTYPE_NAMES[stored.dtype]
         if spec.dtype != dtype:
-            raise CheckpointError(
+            raise StructureError(
                 f"{name} was saved as {spec.dtype} and is {dtype} now; restore with the dtypes "
                 "that were saved, and convert afterwards"
             )
         if tuple(target.shape) != logical_shape(spec, target.dtype):
-            raise CheckpointError(
+            raise StructureError(
                 f"{name} was saved with the shape {logical_shape(spec, target.dtype)} and has "
                 f"{tuple(target.shape)} now; restore into a model of the structure that was saved"
             )

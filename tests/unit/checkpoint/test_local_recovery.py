@@ -25,6 +25,8 @@ from gpuops.checkpoint.types import (
     StateId,
     Tier,
 )
+from gpuops.resources import data_dir
+from gpuops.rules import load_rules
 
 OLD, NEW = StateId(0, 5), StateId(1, 7)
 
@@ -265,5 +267,25 @@ def test_the_owners_of_what_a_rank_shares_are_found_with_its_own_shard(stack, tm
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     choice = find_restorable({}, store, StateSearchCriteria(shards=frozenset({Shard(2, 4)})))
     assert choice.selected is not None
-    with pytest.raises(RestoreUndecidedError, match="the shard of rank 0"):
+    with pytest.raises(RestoreUndecidedError, match="the shard of rank 0") as caught:
         find_restorable({}, store, StateSearchCriteria(shards=frozenset({Shard(1, 4)})))
+    remedy = "are damaged: restore one from a copy, or set another --ckpt-dir"
+    assert str(caught.value).startswith(f"all states in {tmp_path} {remedy}")
+
+
+def test_only_what_is_damaged_for_certain_ends_the_run_at_once(stack, tmp_path):
+    rules = load_rules([data_dir("checks") / "rules"])
+    (refused,) = [rule for rule in rules if rule.id == "checkpoint_refused"]
+
+    def is_final(store):
+        with pytest.raises(RestoreUndecidedError) as caught:
+            find_restorable({}, store, StateSearchCriteria())
+        return refused.matches(f"gpuops.checkpoint.types.RestoreUndecidedError: {caught.value}")
+
+    store = in_store(stack, tmp_path, NEW)
+    assert not is_final(Store(store, read_chunks=fails))
+    path = store.local_shard_path(NEW, Shard(0, 2))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert is_final(store)
+    in_store(stack, tmp_path, OLD)
+    assert not is_final(Store(store, read_chunks=fails))

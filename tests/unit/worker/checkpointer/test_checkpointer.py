@@ -16,8 +16,10 @@ from torch import nn
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.keeper.messages import Skipped
 from gpuops.checkpoint.storage.inspection import AUTO, ChosenInterval
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard
+from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StructureError
 from gpuops.plan.failure_rate import FailureRate
+from gpuops.resources import data_dir
+from gpuops.rules import load_rules
 from gpuops.wire.ring import RING_BYTES, RingHeader, WorkerPhase, read_beats, write_header
 from gpuops.worker.api import connect
 from gpuops.worker.checkpointer import Checkpointer
@@ -732,6 +734,30 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_changed(node, n
 
     assert same(dict(before[0]), dict(ema.state_dict()))
     assert same(dict(before[1]), dict(model.state_dict()))
+
+
+def test_a_model_of_another_job_names_its_directory_and_run_and_what_to_do(node, tmp_path):
+    folder = tmp_path / "states"
+    node.core.begin_generation(0, 1, None, "run-a")
+    with Checkpointer(
+        model=nn.Linear(2, 3, bias=False), every=1, directory=folder, keeper=node.connect()
+    ) as ck:
+        ck.restore()
+        ck.step(1)
+    (refused,) = [
+        rule
+        for rule in load_rules([data_dir("checks") / "rules"])
+        if rule.id == "checkpoint_refused"
+    ]
+
+    with pytest.raises(StructureError) as caught:
+        Checkpointer(model=nn.Linear(2, 3), directory=folder, keeper=node.connect()).restore()
+
+    assert str(caught.value).startswith(
+        f"step 1 (epoch 0) in {folder}, saved by run run-a, does not fit this script; restore it "
+        "into what was saved, or set another --ckpt-dir: the checkpoint has no model.bias"
+    )
+    assert refused.matches(f"gpuops.checkpoint.types.StructureError: {caught.value}")
 
 
 def test_an_optimizer_over_other_parameters_is_refused(node):

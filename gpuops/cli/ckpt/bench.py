@@ -36,7 +36,7 @@ def print_bench(body: dict[str, Any], console: Console | None = None) -> None:
     plan = body["plan"]
     console.print(
         f"torch {body['torch']}, one thread; {plan['rounds']} interleaved rounds, milliseconds: "
-        "median, lowest-highest, (cold): the first round, not counted"
+        "median, lowest-highest of the counted rounds, (the first round, cold, not counted)"
     )
     for name in ("save", "small"):
         if name in body:

@@ -102,8 +102,12 @@ class KeeperSession:
         if kind in self._warned or (isinstance(exc, NoKeeperError) and not self._is_rank_zero):
             return  # logged already, or equal on all ranks and logged by the first
         self._warned.add(kind)
-        later = "it is retried later" if is_transient else "training continues without them"
-        _log.warning("no checkpoints are saved from now on, %s: %s", later, error_text(exc))
+        what = (
+            "no checkpoints are saved for now, and saving is tried again"
+            if is_transient
+            else "no checkpoints are saved from now on, and training continues"
+        )
+        _log.warning("%s: %s", what, error_text(exc))
 
     def on_saved(self) -> None:
         """Record that the keeper works: the next search begins soon."""

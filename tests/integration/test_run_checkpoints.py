@@ -291,7 +291,7 @@ def test_a_keeper_that_dies_is_followed_by_another_while_the_workers_train(tmp_p
     assert [p["pid"] for p in began] == [first, second]
     assert 0 < began[1]["lost_step"] <= died_at + 1
     assert "keeper" in run.payloads("tool.failed")[0]["what"]
-    assert f"the state of step {began[1]['lost_step']} in memory" in run.said()
+    assert f"(the last one known: step {began[1]['lost_step']})" in run.said()
 
 
 def test_a_state_after_which_the_job_fails_twice_is_passed_over(tmp_path, undisturbed):

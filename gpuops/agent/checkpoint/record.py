@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 COUNTS_EVERY_S = 60.0
 # Errors of the state itself or of its storage: each is an incident.
-_TROUBLE = {"persist_failed": "persisting a checkpoint", "corrupt": "the bytes of a checkpoint"}
+_TROUBLE = {"persist_failed": "persisting a checkpoint", "corrupt": "verifying a checkpoint"}
 _NUMBERS = re.compile(r"[0-9a-f]{16}|\d+")
 
 
@@ -80,10 +80,10 @@ class CheckpointRecord:
             self.failed("keeping checkpoints in memory", KeeperError(started.ended))
         if started.ended or (lost is not None and newest is None):
             how = f"was ended ({started.ended})" if started.ended else "died"
-            what = "its state" if lost is None else f"the state of step {lost.step}"
+            last = "" if lost is None else f" (the last one known: step {lost.step})"
             self._warn(
-                f"the keeper of the checkpoints {how}, and {what} in memory is lost; it was "
-                "restarted, and the next state is saved as usual"
+                f"the keeper of the checkpoints {how}, and the states in memory are lost{last}; it "
+                "was restarted, and the next state is saved as usual"
             )
         if started.adopted and newest is not None and lost is None:
             self._say_news(

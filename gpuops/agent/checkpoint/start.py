@@ -292,7 +292,7 @@ def check_can_persist(job: CheckpointJob) -> None:
         except FolderError as exc:
             problem = f"no folder is private enough for the process that holds states: {exc}"
     if not problem:
-        problem, remedy = _why_unwritable(plan.directory), f"name a folder that {job.node} can use"
+        problem, remedy = _why_unwritable(plan.directory), "name one that your user can write"
     if problem:
         raise UsageError(
             f"checkpoints cannot persist in {plan.directory}: {problem}; {remedy}, or run without "

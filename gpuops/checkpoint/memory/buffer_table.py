@@ -372,7 +372,7 @@ class BufferTable:
         for local_rank, pool in self._pool_of_rank.items():
             free = self._find_free_slot(pool)
             if free is None:
-                why = f"no slot of local rank {local_rank} is free"
+                why = f"all slots of local rank {local_rank} are in use"
                 return SlotRefusal(SkipReason.NO_FREE_SLOT, why)
             slots[local_rank] = free
         self._evict(slots.values())

@@ -141,7 +141,7 @@ def test_a_keeper_that_hung_and_was_ended_is_a_failure_of_ours_and_said(desk):
     assert [p["ended"] for p in desk.of("checkpoint.keeper")] == [started.ended]
     (said,) = desk.said
     assert started.ended in said
-    assert "the state of step 41 in memory" in said
+    assert "the states in memory are lost (the last one known: step 41)" in said
 
 
 def test_a_last_state_that_did_not_persist_is_a_failure_of_ours_unless_an_incident_says_it(desk):

@@ -37,7 +37,12 @@ from gpuops.worker.keeper_finder import (
     resolve_directory,
 )
 from gpuops.worker.optimizer_hook import only_makes_state
-from gpuops.worker.ranks import RankContext, detect_ranks, has_process_group
+from gpuops.worker.ranks import (
+    RankContext,
+    check_same_replicas,
+    detect_ranks,
+    has_process_group,
+)
 from gpuops.worker.restore import RestoreSummary, restore_adapters
 from gpuops.worker.restore_sources import DirectoryStateSource, KeeperStateSource, StateSource
 from gpuops.worker.saver import CheckpointSaver
@@ -167,6 +172,7 @@ class Checkpointer:
             CheckpointError: There is a state, or could be one, and it cannot be loaded. The
                 arguments may be partly loaded then: do not continue training. Or it is called too
                 late.
+            ArgumentError: Ranks describe differently what they should hold alike; all raise it.
         """
         if self._is_closed or self._last_step.step:
             when = "close()" if self._is_closed else f"step({self._last_step.step})"
@@ -190,6 +196,8 @@ class Checkpointer:
                 # A resume does not wait: the keeper mostly has the memory, which is only mapped.
                 n_threads = copy_threads(ranks.local_world) if self._restored is None else None
                 self._saver.prepare_ahead(step, n_threads)
+                if has_process_group(ranks):
+                    check_same_replicas(self._saver.replica_groups, ranks)
             if self._restored is not None:
                 self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
                 restored(step)

@@ -2,13 +2,15 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from gpuops.checkpoint.types import CheckpointError, StateId
+from gpuops.checkpoint.types import ArgumentError, CheckpointError, StateId
 
 RELEASE_S = 1.0  # it takes less than a millisecond
 _POLL_S = 0.0002
@@ -114,6 +116,36 @@ def check_same_state(found: tuple[StateId, int] | None, what: str) -> None:
         f"from step {max(low[1], 0)} to step {-low[4]}; is a keeper gone, or does a node see "
         "another directory?"
     )
+
+
+def check_same_replicas(groups: Mapping[tuple[int, ...], str] | None, ranks: RankContext) -> None:
+    """Raise unless all members of each of *groups*, which must hold tensors alike, describe it so.
+
+    *groups* has what is equal for equal descriptions (`group_key`), None where they are not known:
+    then nothing is checked. All ranks must call it.
+
+    Raises:
+        ArgumentError: They describe some of them differently. All ranks raise it.
+    """
+    is_known, minus_n = all_reduce_min([int(groups is not None), -len(groups or ())])
+    if not is_known or not minus_n:
+        return
+    numbers = {
+        members: xxhash.xxh3_64_intdigest(repr((members, key)).encode()) >> 1
+        for members, key in (groups or {}).items()
+    }
+    table = [0] * (ranks.world * -minus_n)  # each rank fills its row, where the others have zeros
+    for column, number in enumerate(numbers.values()):
+        table[ranks.rank * -minus_n + column] = -number
+    seen = Counter(all_reduce_min(table))
+    is_odd = any(seen[-number] != len(members) for members, number in numbers.items())
+    first = all_reduce_min([ranks.rank if is_odd else ranks.world])[0]
+    if first < ranks.world:
+        raise ArgumentError(
+            f"rank {first} and others should hold the same tensors alike, and describe them with "
+            "other names, dtypes or shapes: give each rank the same model and optimizer, in the "
+            "same wrappers"
+        )
 
 
 def check_same_source(kind: int, names: Sequence[str], ranks: RankContext) -> None:

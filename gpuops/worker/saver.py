@@ -92,6 +92,11 @@ class CheckpointSaver:
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
             )
 
+    @property
+    def replica_groups(self) -> dict[tuple[int, ...], str] | None:
+        """What this rank should hold alike with others; None before memory is reserved."""
+        return None if self._copier is None else self._copier.plan.layout.replica_groups
+
     def prepare_ahead(self, step: int, n_threads: int | None) -> None:
         """Reserve memory before training, allocated and pinned; log what fails, and go on."""
         if self._copier is None and self.session.is_on():

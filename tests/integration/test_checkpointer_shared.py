@@ -1,12 +1,11 @@
 """Data-parallel ranks of a node keep what they hold alike once, in memory and on disk."""
 
-import json
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
-from support.gloo_ranks import run_ranks, run_script, said
+from support.gloo_ranks import codes_of_ranks, results_of, run_ranks, said
 from support.runs import JOBS
 
 from gpuops.checkpoint.keeper.process import start_or_adopt
@@ -26,6 +25,10 @@ def keeper(tmp_path):
 
 def run(tmp_path, keeper, world, **job):
     return run_ranks(tmp_path, world, job, keeper=keeper, script=JOB)
+
+
+def codes_of(tmp_path, keeper, world, **job):
+    return codes_of_ranks(tmp_path, world, job, keeper=keeper, script=JOB)
 
 
 def nbytes_of(results):
@@ -52,8 +55,10 @@ def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, ke
     for rank in range(world):
         assert loaded[rank]["start"] == 3, said(tmp_path, world, "second")
         assert loaded[rank]["tokens"] == 3 * (10 + rank)
-        assert all(map(torch.equal, loaded[rank]["state"], saved[rank]["state"]))
+        for kind in ("state", "average"):
+            assert all(map(torch.equal, loaded[rank][kind], saved[rank][kind]))
         assert torch.equal(loaded[rank]["next"], saved[rank]["next"])
+    assert not torch.equal(loaded[0]["average"][0], loaded[1]["average"][0])
     files = list((tmp_path / "states").glob("step-*/shard-*.safetensors"))
     assert len(files) == world
     assert sum(file.stat().st_size for file in files) <= most.state_bytes
@@ -62,8 +67,7 @@ def test_a_node_has_one_copy_of_the_state_and_gives_it_to_each_rank(tmp_path, ke
 def test_a_rank_that_is_killed_right_after_its_copy_loses_nothing(tmp_path, keeper):
     world = 2
     job = {"until": 2, "unreported": [0, 2]}
-    env = {"JOB_DIR": str(tmp_path), "JOB": json.dumps(job | {"name": "first"})}
-    codes = run_script(tmp_path, world, JOB, "first", env=env | {"GPUOPS_KEEPER": str(keeper)})
+    codes = codes_of(tmp_path, keeper, world, name="first", **job)
     loaded = run(tmp_path, keeper, world, name="second", until=2)
 
     assert codes[0] == -signal.SIGKILL, said(tmp_path, world, "first")
@@ -103,6 +107,35 @@ def test_ranks_that_describe_what_they_share_differently_say_so_and_save_their_o
     assert saved[0]["saved"][-1] == 8, log
     assert log.count("ranks 0-1 should hold the same tensors") == 1, log
     assert log.count("each rank copies all its tensors") == 1, log
+
+
+def test_ranks_that_disagree_on_what_they_hold_alike_all_end_at_the_start(tmp_path, keeper):
+    """Before training at the first start; before anything is loaded at a later one."""
+    assert codes_of(tmp_path, keeper, 2, name="unwrapped", until=1, unwrapped=1) == [1, 1]
+    log = said(tmp_path, 2, "unwrapped")
+    assert log.count("ArgumentError: rank 0 and others should hold the same tensors alike") == 2
+    run(tmp_path, keeper, 2, name="right", until=2, die=True)
+
+    assert codes_of(tmp_path, keeper, 2, name="half", until=3, half=1) == [1, 1]
+    log = said(tmp_path, 2, "half")
+    assert log.count("CheckpointError: model.1.weight was saved as F32 and is F16 now") == 1, log
+    assert log.count("CheckpointError: another rank cannot load step 2") == 1
+
+
+def test_an_owner_that_is_killed_during_its_last_copy_leaves_the_state_before(tmp_path, keeper):
+    job = {"until": 3, "every": 2}
+    directory = str(tmp_path / "states")
+    first = {"name": "first", "directory": directory, "dies_last": 0, **job}
+    assert codes_of(tmp_path, keeper, 2, **first) == [-signal.SIGKILL, 0], said(
+        tmp_path, 2, "first"
+    )
+    saved = results_of(tmp_path, 2, first)
+    again = run(tmp_path, keeper, 2, name="second", **job)
+
+    for rank in range(2):
+        assert again[rank]["start"] == 2
+        assert again[rank]["stats"]["restored"]["tier"] == "memory"
+        assert all(map(torch.equal, again[rank]["state"], saved[rank]["state"]))
 
 
 def test_the_files_of_owners_give_each_rank_its_state(tmp_path, keeper):

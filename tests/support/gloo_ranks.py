@@ -18,12 +18,22 @@ LIMIT_S = 150.0
 
 def run_ranks(folder, world, job, *, keeper=None, env=None, script=JOB):
     """Run *world* ranks to their end; return the results they wrote, in order of rank."""
+    codes = codes_of_ranks(folder, world, job, keeper=keeper, env=env, script=script)
+    wanted = -signal.SIGKILL if job.get("die") else 0
+    assert codes == [wanted] * world, said(folder, world, job["name"])
+    return results_of(folder, world, job)
+
+
+def codes_of_ranks(folder, world, job, *, keeper=None, env=None, script=JOB):
+    """Run *world* ranks to their end; return their exit codes."""
     more = {"JOB_DIR": str(folder), "JOB": json.dumps(job)}
     if keeper is not None:
         more["GPUOPS_KEEPER"] = str(keeper)
-    codes = run_script(folder, world, script, job["name"], env=more | (env or {}))
-    wanted = -signal.SIGKILL if job.get("die") else 0
-    assert codes == [wanted] * world, said(folder, world, job["name"])
+    return run_script(folder, world, script, job["name"], env=more | (env or {}))
+
+
+def results_of(folder, world, job):
+    """Return what the ranks of *job* wrote, in order of rank."""
     return [
         torch.load(folder / f"result-{rank}-{job['name']}", weights_only=False)
         for rank in range(world)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tarfile
 import tempfile
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.address import open_store
+from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.keeper_finder import (
@@ -29,6 +31,7 @@ from gpuops.worker.ranks import RankContext, detect_ranks
 from gpuops.worker.restore_sources import _LARGE_BYTES, DirectoryStateSource, KeeperStateSource
 
 ALONE = RankContext(0, 1, 0, 1, "")
+FORMATS = Path(__file__).parents[3] / "fixtures" / "formats"
 
 
 class Persisted:
@@ -112,11 +115,39 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path, kind):
     assert source(folder).find() is None
 
 
-def test_a_job_without_a_keeper_restores_and_says_what_it_does_not_do(persisted, caplog):
-    class Gone:
-        def __getattr__(self, name):
-            raise KeeperError("the keeper is gone")
+@pytest.mark.parametrize(("rank", "tokens", "drawn"), [(0, 30, 0.81720442), (1, 33, 0.67149234)])
+def test_a_state_of_two_ranks_in_the_first_format_is_read(
+    tmp_path, monkeypatch, rank, tokens, drawn
+):
+    """Written by gpuops before ranks shared tensors: DDP of two, three steps, AdamW."""
+    with tarfile.open(FORMATS / "format-1-ddp-of-2.tar.xz") as archive:
+        archive.extractall(tmp_path / "states", filter="data")
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    store = open_store(str(tmp_path / "states"))
+    (stored,) = store.list_states()
+    assert verify_state(store, stored.state) == []
+    model, extra = nn.Linear(8, 4), {"tokens": 0}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Checkpointer(
+        model=model, optimizer=optimizer, extra=extra, directory=tmp_path / "states", keeper=Gone()
+    ) as ck:
+        assert ck.restore() == 3
 
+    assert extra == {"tokens": tokens}
+    assert model.weight.double().sum().item() == 0.807516610249877
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {3.0}
+    assert torch.rand(1).item() == pytest.approx(drawn, abs=1e-8)
+
+
+class Gone:
+    """A keeper that does not answer."""
+
+    def __getattr__(self, name):
+        raise KeeperError("the keeper is gone")
+
+
+def test_a_job_without_a_keeper_restores_and_says_what_it_does_not_do(persisted, caplog):
     model = nn.Linear(40, 1, bias=False)
     with Checkpointer(model=model, directory=persisted.folder, every=1, keeper=Gone()) as ck:
         assert ck.restore() == 3

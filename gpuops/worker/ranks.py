@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -134,10 +135,13 @@ def check_same_replicas(groups: Mapping[tuple[int, ...], str] | None, ranks: Ran
         members: xxhash.xxh3_64_intdigest(repr((members, key)).encode()) >> 1
         for members, key in (groups or {}).items()
     }
-    table = [0] * (ranks.world * -minus_n)  # each rank fills its row, where the others have zeros
-    for column, number in enumerate(numbers.values()):
-        table[ranks.rank * -minus_n + column] = -number
-    seen = Counter(all_reduce_min(table))
+    row = [-number for number in numbers.values()] or [-1]
+    row += [0] * (-minus_n - len(row))
+    rows = [row if rank == ranks.rank else [0] * len(row) for rank in range(ranks.world)]
+    table = all_reduce_min(list(chain.from_iterable(rows)))
+    if 0 in table[:: len(row)]:
+        return  # a rank took no part: the process group is a fake
+    seen = Counter(table)
     is_odd = any(seen[-number] != len(members) for members, number in numbers.items())
     first = all_reduce_min([ranks.rank if is_odd else ranks.world])[0]
     if first < ranks.world:

@@ -607,17 +607,25 @@ def test_it_ends_when_nobody_comes_back_within_the_lease(tmp_path, stack):
         KeeperConnection(keeper.socket_path)
 
 
-def test_what_only_memory_has_is_persisted_before_it_ends(tmp_path, stack):
-    keeper = start_or_adopt(tmp_path / "keeper", lease_s=1.0)
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_what_only_memory_has_is_persisted_before_it_ends(tmp_path, stack, number):
+    """Also if that failed before, and if all processes of a job without an agent are ended."""
+    keeper = start_or_adopt(tmp_path / "keeper", lease_s=600.0 if number else 1.0)
     stack.callback(keeper.kill)
-    (rank,) = crew_of(stack, keeper, directory=str(tmp_path / "states"))
-    first = save_all([rank], 1)
-    until(lambda: rank.keeper.stats()["persisted"] == [first.epoch, first.step])
-    second = save_all([rank], 2)
+    states = tmp_path / "states"
+    (rank,) = crew_of(stack, keeper, directory=str(states))
+    states.rename(tmp_path / "away")
+    states.touch()
+    state = save_all([rank], 1)
+    until(lambda: rank.keeper.stats()["persist_failed"] == [state.epoch, state.step])
+    states.unlink()
+    (tmp_path / "away").rename(states)
+    if number is not None:
+        os.kill(keeper.pid, number)
     rank.keeper.close()
 
     until(lambda: not keeper.is_running(), deadline_s=30)
-    assert (tmp_path / "states" / second.name / "manifest.json").exists()
+    assert (states / state.name / "manifest.json").exists()
 
 
 def test_two_starts_at_once_share_one_keeper(tmp_path, stack):

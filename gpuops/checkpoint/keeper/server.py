@@ -121,6 +121,7 @@ class KeeperServer:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, KeeperServerConnection] = {}
         self._idle_since_s = clock_s()
+        self._has_flushed = False
         self._paused_until_s: float | None = None
         self._listener = _listen(folder)
         self._waker = waker
@@ -130,7 +131,7 @@ class KeeperServer:
     def begin_shutdown(self) -> None:
         """End soon after the last agent and rank: a signal to a whole job must not lose its state.
 
-        The agent, which receives the same signal, has the newest state persisted first.
+        Ranks and the agent, which receive the same signal, may still save and persist.
         """
         self.is_shutting_down = True
         self._waker.wake()
@@ -154,22 +155,22 @@ class KeeperServer:
         """Return whether the lease has expired; the last state is persisted before."""
         now_s = self._clock_s()
         if any(not connection.is_unauthenticated for connection in self._connections.values()):
-            self._idle_since_s = now_s
+            self._idle_since_s, self._has_flushed = now_s, False
             return False
         idle_s = now_s - self._idle_since_s
-        if self.is_shutting_down:
-            return idle_s >= min(DRAIN_S, self.lease_s)
-        if idle_s < self.lease_s:
+        lease_s = min(DRAIN_S, self.lease_s) if self.is_shutting_down else self.lease_s
+        if idle_s < lease_s:
             return False
-        return not self._is_persisting_final() or idle_s >= self.lease_s + FINAL_PERSIST_S
+        return not self._is_persisting_final() or idle_s >= lease_s + FINAL_PERSIST_S
 
     def _is_persisting_final(self) -> bool:
         """Persist the states that only memory holds; return whether that is in progress."""
         persister, newest = self.core.persister, self.core.memory.buffer_table.last_committed
-        if newest is None or persister.schedule.has_persisted(newest) or persister.failure:
+        if newest is None or persister.schedule.has_persisted(newest):
             return False
-        persister.is_flushing = True
-        persister.persist_if_due()
+        if not self._has_flushed:  # once: what fails now fails again
+            self._has_flushed = persister.is_flushing = True
+            persister.persist_if_due()
         return persister.schedule.in_progress is not None
 
     def _accept(self) -> None:

@@ -97,6 +97,7 @@ class KeeperSupervisor(CheckpointService):
         self._lock = threading.Lock()  # one call to the keeper at a time, and its events in order
         self._keeper: StartedKeeper | None = None
         self._newest: StateId | None = None
+        self._lost: StateId | None = None  # with a keeper, and not persistent
         self._persisted: StateId | None = None
         self._at_begin: StateId | None = None
         self._generation: KeeperGeneration | None = None
@@ -145,6 +146,7 @@ class KeeperSupervisor(CheckpointService):
                 return
             self._generation = None
             self._poll()
+            self._lost = None
             self._record.end_generation()
             # On several nodes all have to agree on which states are complete.
             self._is_used = n_nodes == 1
@@ -230,20 +232,22 @@ class KeeperSupervisor(CheckpointService):
 
     def flush(self, within_s: float, *, is_end: bool = False) -> FinalFlush | None:
         """Persist the newest state; at the end of a run (*is_end*) a directory may be missing."""
-        began_ns, before, done = self._clock.mono_ns(), self._newest, None
+        began_ns, done = self._clock.mono_ns(), None
         with self._locked("persisting the newest checkpoint", within_s) as is_locked:
             if is_locked:
                 self._poll()
-            if self._keeper is None and before is None:
-                return None
             done = FinalFlush(why="the keeper did not answer in time")
             if self._keeper is None:
-                done = FinalFlush(newest=before, why="the keeper is gone, and the states in it")
+                done = FinalFlush()
             elif is_locked:
                 # Also where no state is known yet: the only one may just be in the hashing.
                 done = self._flushed(within_s - self._seconds_since(began_ns))
-                if done.newest is None and done.state is None:
-                    return None
+            known = [state for state in (done.newest, done.state) if state is not None]
+            if self._lost is not None and all(state < self._lost for state in known):
+                why = "the keeper is gone, and the states in it"
+                done = replace(done, newest=self._lost, fitted=False, why=why)
+            elif not known and (is_locked or self._keeper is None):
+                return None
             seconds = self._seconds_since(began_ns)
             done = replace(done, seconds=seconds, within_s=within_s, is_end=is_end)
             if done.has_place or not is_end:
@@ -425,5 +429,7 @@ class KeeperSupervisor(CheckpointService):
         if self._follower is not None:
             self._follower.detach()
         self._state = without_keeper(self._state)
+        if self._persisted is None or self._persisted < (self._newest or self._persisted):
+            self._lost = self._newest or self._lost
         self._newest = self._at_begin = None
         self._record.failed(what, error)

@@ -443,6 +443,28 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     assert bench.heard.flushes == [done]
 
 
+@pytest.mark.parametrize("persisted", [None, StateId(0, 12)])
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_what_a_keeper_took_along_when_the_ranks_had_ended_is_said(persisted, is_replaced):
+    first, second = FakeKeeper(), FakeKeeper()
+    bench = Bench(first, second)
+    bench.keeping.begin(0, 1, None)
+    first.commit(12)
+    first.persisted = persisted
+    bench.keeping.poll()
+    first.kill()
+    if is_replaced:
+        bench.keeping.run_once()
+    else:
+        bench.keepers.clear()
+        bench.keeping.poll()
+    bench.keeping.end(5.0)
+
+    lost = [(done.fitted, done.newest, done.why) for done in bench.heard.flushes]
+    why = "the keeper is gone, and the states in it"
+    assert lost == ([] if persisted else [(False, StateId(0, 12), why)])
+
+
 def test_looking_does_not_wait_for_a_long_flush(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)

@@ -138,15 +138,17 @@ class CheckpointSaver:
             self._complete()
         end_s = self._clock_s() + within_s
         while True:
-            why = None
+            skipped = None
             if self.session.is_on():
-                why = self._run_guarded(lambda keeper: self._try_save_final(keeper, step))
-            if why == "" and self.error is None:
-                return ""
+                skipped = self._run_guarded(lambda keeper: self._try_save_final(keeper, step))
+                if skipped is None and self.error is None and self.keeper is not None:
+                    return ""
+            if skipped is not None and skipped.is_over:
+                return skipped.why
             if self.error is not None and not isinstance(self.error, KeeperGoneError):
                 return error_text(self.error)
             if self._clock_s() >= end_s:
-                return why or str(self.error)
+                return skipped.why if skipped is not None else str(self.error)
             time.sleep(POLL_S)
 
     def poll(self) -> None:
@@ -212,14 +214,14 @@ class CheckpointSaver:
                 self._stats.warn_once(reply.notice)
             self._copy(keeper, reply, capture, overlap=overlap)
 
-    def _try_save_final(self, keeper: RankKeeperClient, step: int) -> str:
-        """Return why it is not saved now, "" where it is."""
+    def _try_save_final(self, keeper: RankKeeperClient, step: int) -> Skipped | None:
+        """Return why it is not saved now, None where it is."""
         if self._copier is None:
             self._reserve(keeper, self._capturer.capture(step).plan, step)
         reply = keeper.acquire(step, is_last=True)
         if isinstance(reply, Skipped):
             self._stop_sharing(keeper, reply, step)
-            return reply.why if reply.is_due else ""  # it is not due where it is already saved
+            return reply if reply.is_due else None  # it is not due where it is already saved
         try:
             capture = self._capturer.capture(step)
         except Exception:  # boundary: after any error the lease is returned
@@ -228,9 +230,9 @@ class CheckpointSaver:
         if self._copier is None or self._copier.plan is not capture.plan:
             keeper.abandon(reply)
             self._reserve(keeper, capture.plan, step)
-            return "the shapes of the state changed"
+            return Skipped("the shapes of the state changed")
         self._copy(keeper, reply, capture, overlap=False)
-        return ""
+        return None
 
     def _copy(
         self, keeper: RankKeeperClient, lease: Lease, capture: CapturedState, *, overlap: bool

@@ -246,6 +246,15 @@ def test_the_last_step_is_saved_before_its_time(node):
     assert [grant.state.step for grant in grants] == [2, 2]
 
 
+def test_a_last_step_that_other_ranks_have_passed_is_over(node):
+    ranks = crew(node)
+    save_all(ranks, 1)
+    assert ranks[0].keeper.acquire(3, is_last=True).state.step == 3
+    answers = [ranks[1].keeper.acquire(step, is_last=True) for step in (1, 2)]
+
+    assert [(answer.is_due, answer.is_over) for answer in answers] == [(False, False), (True, True)]
+
+
 def test_a_slot_without_its_header_is_no_state(node):
     (rank,) = crew(node, 1)
     state = save_all([rank], 1)

@@ -42,6 +42,8 @@ from gpuops.checkpoint.types import (
 )
 from gpuops.wire.messages import plain
 
+RETURN_S = 5.0  # a rank whose connection broke is back by then
+
 
 class KeeperCore:
     """The keeper of one node."""
@@ -164,7 +166,7 @@ class KeeperCore:
                 given_up = self.memory.buffer_table.n_given_up
                 self.memory.buffer_table.remove_rank(local_rank)
                 self.memory.buffer_table.unpin(restore_pin(local_rank))
-                group.remove(local_rank)
+                group.remove(local_rank, self.clock_s())
                 if self.memory.buffer_table.n_given_up > given_up:
                     self.events.add("given_up", why=f"local rank {local_rank} disconnected")
 
@@ -228,7 +230,11 @@ class KeeperCore:
             self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
         if self.group.copies_all_why and answer.reason is SkipReason.NOT_RESERVED:
             return Skipped(self.group.copies_all_why, copies_all=True)
-        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE)
+        has_lost = bool(self.group.gone) and now_s - self.group.gone_s > RETURN_S
+        if is_last and has_lost and answer.reason is SkipReason.NOT_RESERVED:
+            return Skipped(f"local rank {min(self.group.gone)} has left", is_over=True)
+        is_over = answer.reason is SkipReason.LEFT_BEHIND
+        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE, is_over=is_over)
 
     def mark_written(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""

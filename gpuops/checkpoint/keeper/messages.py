@@ -209,12 +209,14 @@ class Skipped:
 
     ``is_due`` is false where it was only too early for a save (`CheckpointPolicy.every_s`): this is
     not counted as a skipped save. ``copies_all``: reserve memory for all tensors, and copy also
-    those that another rank of the node owned until now.
+    those that another rank of the node owned until now. ``is_over``: the last step of this rank can
+    no longer be saved.
     """
 
     why: str
     is_due: bool = True
     copies_all: bool = False
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

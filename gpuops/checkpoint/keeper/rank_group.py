@@ -59,9 +59,10 @@ class RankGroup:
     """The ranks of one generation.
 
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
-    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks have
-    taken their place. ``copies_all_why``: why they share nothing, "" where they do. ``rejected``:
-    states that turned out to be damaged, and how; ``is_searched_again``: one was, or is verified.
+    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks
+    have taken their place. ``gone_s``: when the last of ``gone`` left. ``copies_all_why``: why they
+    share nothing, "" where they do. ``rejected``: states that turned out to be damaged, and how;
+    ``is_searched_again``: one was, or is verified.
     """
 
     generation: int
@@ -70,6 +71,7 @@ class RankGroup:
     connections: dict[int, ClientConnection] = field(default_factory=dict)
     ranks: dict[int, RankInfo] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
+    gone_s: float = 0.0
     restored: set[int] = field(default_factory=set)
     _pids: dict[int, int] = field(default_factory=dict)
     is_requested: bool = False
@@ -124,8 +126,9 @@ class RankGroup:
         self._pids[rank_info.local_rank] = connection.pid
         self.gone.discard(rank_info.local_rank)
 
-    def remove(self, local_rank: int) -> None:
+    def remove(self, local_rank: int, now_s: float) -> None:
         """Remove a rank; a new process in its place belongs to another group."""
+        self.gone_s = now_s
         self.connections.pop(local_rank, None)
         self.gone.add(local_rank)
         self.mark_restored(local_rank)

@@ -29,6 +29,7 @@ class SkipReason(StrEnum):
     IN_FLIGHT = "in_flight"
     NO_FREE_SLOT = "no_free_slot"
     PASSED = "passed"
+    LEFT_BEHIND = "left_behind"  # the last step of a rank, while others go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +170,28 @@ class BufferTable:
         if not 0 <= local_rank < self._n_ranks:
             raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
         self._give_up_if_passed(local_rank, step)
-        if is_last and self.epoch is not None and step >= self._last_decided_step:
-            self.final = StateId(self.epoch, step)
-            if self._has_saved(local_rank, self.final):
+        if is_last and self.epoch is not None:
+            last = StateId(self.epoch, step)
+            if step >= self._last_decided_step:
+                self.final = last
+            if self._has_saved(local_rank, last):
                 return _ALREADY_SAVED
         if step > self._last_decided_step or (is_last and self._may_decide_again(step)):
             self._decide(step, now_s, is_last=is_last)
         refused = self._decisions.get(step, _STEP_PASSED)
+        pending = self._pending
+        if refused is None and (
+            pending is None
+            or pending.state.step != step
+            or pending.phases.get(local_rank) not in (SlotPhase.GRANTED, SlotPhase.WRITING)
+        ):
+            refused = _STEP_PASSED
+        if refused is not None and is_last and step < self._last_decided_step:
+            why = f"other ranks of this node have gone on to step {self._last_decided_step}"
+            return SlotRefusal(SkipReason.LEFT_BEHIND, why)
         if refused is not None:
             return refused
-        pending = self._pending
-        if pending is None or pending.state.step != step or local_rank not in pending.phases:
-            return _STEP_PASSED
-        if pending.phases[local_rank] not in (SlotPhase.GRANTED, SlotPhase.WRITING):
-            return _STEP_PASSED
+        assert pending is not None
         pending.phases[local_rank] = SlotPhase.WRITING
         slot = pending.slots[local_rank]
         self._writers.add((local_rank, pending.state, slot))

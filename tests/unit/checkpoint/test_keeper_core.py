@@ -6,7 +6,7 @@ import pytest
 from support.checkpoint_images import ORIGIN, images
 from support.keeper_ranks import fill, layout_of
 
-from gpuops.checkpoint.keeper.core import KeeperCore
+from gpuops.checkpoint.keeper.core import RETURN_S, KeeperCore
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skipped
 from gpuops.checkpoint.keeper.rank_group import FENCE_S
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
@@ -299,6 +299,20 @@ def test_what_cannot_be_read_back_yet_is_tried_again_and_what_was_removed_is_not
     node.jobs.do("read_back")
 
     assert [it.is_verified for it in store.list_states()] == [True]
+
+
+def test_a_rank_that_has_left_is_not_waited_for_long(node):
+    first, second = node.start().go().posts
+    node.core.disconnected(node.guests[0])
+
+    answers = []
+    for _ in range(2):
+        answers.append(node.core.acquire(second, 1, is_last=True))
+        node.now_s += RETURN_S + 1
+    assert [answer.is_over for answer in answers] == [False, True]
+    assert answers[1].why == "local rank 0 has left"
+    assert node.core.join(Guest(100), first, may_wait=False, is_reconnect=True)
+    assert not node.core.acquire(second, 2, is_last=True).is_over
 
 
 def test_of_the_states_that_several_nodes_write_the_newest_complete_one_is_read_back(

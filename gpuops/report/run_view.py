@@ -46,6 +46,7 @@ class CheckpointView:
     age_s: float | None = None
     tier: str = ""
     persisted_step: int | None = None
+    verified_step: int | None = None
     skipped: int | None = None
     keeper: str = ""
     copies: int | None = None
@@ -354,6 +355,7 @@ def checkpoint_of(value: object) -> CheckpointView | None:
         age_s=seconds_or_none(value.get("age_seconds")),
         tier=text_or_empty(value.get("tier")),
         persisted_step=int_or_none(value.get("persisted_step")),
+        verified_step=int_or_none(value.get("verified_step")),
         skipped=int_or_none(value.get("skipped")),
         keeper=text_or_empty(value.get("keeper")),
         copies=int_or_none(value.get("copies")),
@@ -367,9 +369,16 @@ def _least_checkpoint(found: Sequence[CheckpointView | None]) -> CheckpointView 
         return None
     least = min(known, key=lambda view: -1 if view.step is None else view.step)
     skipped = [view.skipped for view in known if view.skipped is not None]
+    verified = [view.verified_step for view in known if view.verified_step is not None]
     keeper = next((view.keeper for view in known if view.keeper != "running"), least.keeper)
     copies = min((view.copies for view in known if view.copies is not None), default=None)
-    return replace(least, skipped=max(skipped, default=None), keeper=keeper, copies=copies)
+    return replace(
+        least,
+        verified_step=max(verified, default=None),  # the last node that read its part knows it
+        skipped=max(skipped, default=None),
+        keeper=keeper,
+        copies=copies,
+    )
 
 
 def _checkpoint_json(view: CheckpointView) -> Json:
@@ -378,6 +387,7 @@ def _checkpoint_json(view: CheckpointView) -> Json:
         "age_seconds": view.age_s,
         "tier": view.tier or None,
         "persisted_step": view.persisted_step,
+        "verified_step": view.verified_step,
         "skipped": view.skipped,
         "keeper": view.keeper or None,
         "copies": view.copies,

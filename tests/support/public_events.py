@@ -71,7 +71,7 @@ def records():
         decision=decision(report("n9")),
         restarts_by_class={"crash.abort": 1},
         badput_s={"detect": 0.5},
-        checkpoint=kept(skipped={"no slot": 1}, persisted_step=50),
+        checkpoint=kept(skipped={"no slot": 1}, persisted_step=50, verified_step=50),
         ranks=(RankStatus(rank=0, pid=5, step=41, beat_ns=0),),
     )
     return {

@@ -260,6 +260,7 @@ def checkpoint_state(
         since_ns=before.since_ns if before and is_same else now,
         tier=None if known is None else ("memory" if newest is not None else "persistent"),
         persisted_step=None if persisted is None else persisted.step,
+        verified_step=None if status.verified is None else status.verified.step,
         committed=status.n_committed,
         skipped=status.skipped,
         copies=1 + status.n_holders - status.n_holders_gone,
@@ -273,6 +274,7 @@ def without_keeper(before: CheckpointState | None) -> CheckpointState | None:
         return None
     return CheckpointState(
         persisted_step=before.persisted_step,
+        verified_step=before.verified_step,
         committed=before.committed,
         skipped=before.skipped,
         is_alive=False,

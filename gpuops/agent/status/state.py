@@ -40,10 +40,11 @@ class CheckpointState:
     """This node's checkpoints. ``step`` is that of the newest committed state, None without one.
 
     ``tier``: where that state is stored: ``memory``, or ``persistent`` where only that is left.
-    ``persisted_step`` is that of the newest state in the persistent directory. ``skipped`` counts
-    the saves that found no free buffer, by reason; a training step never waits for one. ``copies``:
-    the number of live nodes that have this node's part. ``is_used`` False: some other node has no
-    keeper, so that nothing is saved.
+    ``persisted_step`` is that of the newest state in the persistent directory, ``verified_step``
+    that of the newest one that was read back from it. ``skipped`` counts the saves that found no
+    free buffer, by reason; a training step never waits for one. ``copies``: the number of live
+    nodes that have this node's part. ``is_used`` False: some other node has no keeper, so that
+    nothing is saved.
     """
 
     step: int | None = None
@@ -51,6 +52,7 @@ class CheckpointState:
     since_ns: int | None = None  # when this agent first knew of it
     tier: str | None = None
     persisted_step: int | None = None
+    verified_step: int | None = None
     committed: int = 0
     skipped: Mapping[str, int] = field(default_factory=dict)
     is_alive: bool = True
@@ -154,6 +156,7 @@ def checkpoint_json(state: CheckpointState | None, now_ns: int) -> Json | None:
         "age_seconds": None if state.since_ns is None else _since(state.since_ns, now_ns),
         "tier": state.tier,
         "persisted_step": state.persisted_step,
+        "verified_step": state.verified_step,
         "committed": state.committed,
         "skipped": sum(state.skipped.values()),
         "skipped_by_reason": dict(sorted(state.skipped.items())[:SKIP_REASONS_MAX]),

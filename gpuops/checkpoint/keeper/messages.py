@@ -305,7 +305,7 @@ class KeeperStatus(Message):
 
     ``epoch``: of the states that are saved now. ``n_persist_failed``: consecutive failed attempts,
     the last of them for ``persist_failed``; ``persist_trouble`` is the reason. ``persist_pieces``:
-    chunks written so far.
+    chunks written so far. ``verified``: the newest state that was read back from the directory.
     """
 
     progress: KeeperProgress
@@ -320,6 +320,7 @@ class KeeperStatus(Message):
     persist_failed: StateId | None = None
     persist_trouble: str = ""
     persist_pieces: Count = 0
+    verified: StateId | None = None
 
 
 @dataclass(frozen=True, slots=True)

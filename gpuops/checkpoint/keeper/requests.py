@@ -387,6 +387,7 @@ class KeeperRequests:
             persist_failed=persister.failed_state,
             persist_trouble=persister.failure,
             persist_pieces=persister.n_writes,
+            verified=persister.read_back.verified,
         )
 
     def _report_difference(self, report: _Report) -> None:

@@ -40,13 +40,15 @@ class ReadBackTask:
 class ReadBackResult:
     """The state of ``task`` was read: ``nbytes``, and what retention has ``removed`` then.
 
-    ``damage``: why a shard is not what was saved, "" where all are.
+    ``damage``: why a shard is not what was saved, "" where all are. ``verified``: the newest state
+    of which all nodes have read their shards.
     """
 
     task: ReadBackTask
     nbytes: int = 0
     removed: tuple[StateId, ...] = ()
     damage: str = ""
+    verified: StateId | None = None
 
 
 def run_read_back(
@@ -77,7 +79,8 @@ def run_read_back(
                 return ReadBackResult(task, damage=str(exc))
         nbytes = sum(record.digest.nbytes for record in records)
         removed, _ = prune_old(store, task.policy, task.state, task.resumed)
-        return ReadBackResult(task, nbytes, removed)
+        verified = [stored.state for stored in store.list_states() if stored.is_verified]
+        return ReadBackResult(task, nbytes, removed, verified=max(verified, default=None))
     return None
 
 
@@ -108,7 +111,8 @@ def prune_old(
 class ReadBack:
     """Reads one state after the other back: of those that wait, the newest that is complete.
 
-    *on_damaged* is called when a shard of this node is not what was saved.
+    *on_damaged* is called when a shard of this node is not what was saved. ``verified``: the newest
+    state that was so on all nodes when the last one was read.
     """
 
     jobs: Jobs
@@ -118,6 +122,7 @@ class ReadBack:
     is_ending: Callable[[], bool]
     rank_pids: Callable[[], Iterable[int]]
     on_damaged: Callable[[StateId], None]
+    verified: StateId | None = None
     _waiting: list[ReadBackTask] = field(default_factory=list)  # the newest first
     _is_running: bool = False
     _not_before_s: float = 0.0
@@ -166,6 +171,7 @@ class ReadBack:
             self.events.add("corrupt", state=state, why=done.damage, **place)
             self.on_damaged(state)
             return
+        self.verified = done.verified
         self.events.add(
             "read_back",
             state=state,

@@ -368,6 +368,8 @@ def _checkpoint(checkpoint: CheckpointView) -> str:
         parts.append(f"step {checkpoint.step}{where if checkpoint.tier else ''}{age}")
     if checkpoint.persisted_step is not None:
         parts.append(f"step {checkpoint.persisted_step} persisted")
+    if checkpoint.verified_step is not None:
+        parts.append(f"step {checkpoint.verified_step} verified")
     if checkpoint.skipped:
         parts.append(f"{checkpoint.skipped} skipped")
     if checkpoint.keeper == "gone":

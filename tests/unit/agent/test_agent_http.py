@@ -56,6 +56,7 @@ STATE = agent_state(
     checkpoint=kept(
         since_ns=NOW_NS - 3 * NS_PER_S,
         persisted_step=40,
+        verified_step=30,
         committed=17,
         skipped={"in_flight": 2, "no_free_slot": 1},
     ),
@@ -117,6 +118,7 @@ def test_the_state_says_where_the_job_would_resume_from(serve):
         "age_seconds": 3.0,
         "tier": "memory",
         "persisted_step": 40,
+        "verified_step": 30,
         "committed": 17,
         "skipped": 3,
         "skipped_by_reason": {"in_flight": 2, "no_free_slot": 1},

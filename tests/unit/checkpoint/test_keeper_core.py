@@ -209,6 +209,7 @@ def test_what_was_persisted_is_read_back_and_written_again_if_it_is_damaged(node
     node.jobs.do("read_back")
     assert [(it.state, it.is_verified) for it in store.list_states()] == [(first, True)]
     assert [event["state"] for event in events(node, "read_back")] == [[0, first.step]]
+    assert node.core.persister.read_back.verified == first
 
     second = persist(2)
     assert [it.state for it in store.list_states()] == [

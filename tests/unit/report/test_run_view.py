@@ -352,8 +352,8 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
     board = a_board(FakeClock())
     beats_of(
         board,
-        n1=kept(skipped={"in_flight": 1}, copies=3),
-        n2=kept(step=55, persisted_step=40, skipped={"in_flight": 4}, copies=2),
+        n1=kept(skipped={"in_flight": 1}, copies=3, verified_step=30),
+        n2=kept(step=55, persisted_step=40, verified_step=20, skipped={"in_flight": 4}, copies=2),
     )
     view = read_control_store(board)
 
@@ -362,12 +362,13 @@ def test_the_newest_checkpoint_is_the_one_that_every_node_has():
         "age_seconds": 3.0,
         "tier": "memory",
         "persisted_step": 40,
+        "verified_step": 30,
         "skipped": 4,
         "keeper": "running",
         "copies": 2,
     }
-    said = "step 55 in memory (2 copies), 3.00 s ago; step 40 persisted; 4 skipped"
-    assert f"checkpoint  {said}" in shown(view)
+    said = "step 55 in memory (2 copies), 3.00 s ago; step 40 persisted; step 30 verified"
+    assert f"checkpoint  {said}; 4 skipped" in shown(view)
 
 
 def test_a_keeper_that_is_gone_is_said():

@@ -25,6 +25,7 @@ from support.boards import (
     server,
     tcp_board,
 )
+from support.lateness import again_if_late
 from support.ports import free_port
 
 from gpuops.control import signing
@@ -909,6 +910,7 @@ def test_strangers_do_not_prolong_the_lease():
             thread.join()
 
 
+@again_if_late(by_s=1.0)
 def test_it_stays_while_agents_beat():
     with server(lease_s=3) as process, contextlib.closing(tcp_board(process.port)) as board:
         times = [

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from support import bad_peers
+from support.lateness import again_if_late
 from support.listening import Between, readable
 from support.ports import free_port
 from support.transfers import (
@@ -84,6 +85,7 @@ def patient(**more):
 
 
 @pytest.mark.parametrize(("behave", "why"), SERVERS.values(), ids=SERVERS)
+@again_if_late(by_s=0.3)
 def test_a_bad_server_is_given_up_and_the_next_holder_asked(behave, why, target):
     with bad_peers.BadServer(behave) as bad, serving(Shelf((IMAGE, COPY))) as good:
         began_s = time.monotonic()
@@ -105,6 +107,7 @@ def test_a_bad_server_is_given_up_and_the_next_holder_asked(behave, why, target)
     assert dict(found.served)["good"] == NBYTES
 
 
+@again_if_late(by_s=0.3)
 def test_a_server_that_sends_rubbish_is_a_corrupt_copy(target):
     with (
         bad_peers.BadServer(bad_peers.serves_rubbish(COPY)) as bad,
@@ -156,11 +159,13 @@ def test_other_bytes_with_the_same_hash_are_not_taken(target, monkeypatch):
     assert between.n_forged > 1
 
 
+@again_if_late(by_s=0.3)
 def test_nobody_there(target):
     with pytest.raises(TransferError, match="nobody listens there"):
         fetch([peer(free_port())], job_pass(), COPY, target.view, patient())
 
 
+@again_if_late(by_s=0.3)
 def test_a_name_in_place_of_an_address(target):
     with pytest.raises(TransferError, match="'nowhere' is not an address of"):
         fetch([type(peer(1))("b", "nowhere", 1)], job_pass(), COPY, target.view, patient())
@@ -173,6 +178,7 @@ HOLDERS = {name: SERVERS[name] for name in list(SERVERS)[:5]} | {
 
 
 @pytest.mark.parametrize(("behave", "why"), HOLDERS.values(), ids=HOLDERS)
+@again_if_late(by_s=0.3)
 def test_a_bad_holder_is_given_up(behave, why):
     with bad_peers.BadServer(behave) as bad:
         began_s = time.monotonic()
@@ -227,6 +233,7 @@ def others_go_on(server, copy):
     assert errors == []
 
 
+@again_if_late(by_s=0.3)
 def test_a_client_that_never_reads_costs_its_connection_only(big):
     shelf = Shelf(big)
     with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
@@ -243,6 +250,7 @@ def test_a_client_that_never_reads_costs_its_connection_only(big):
     assert shelf.pins == 0
 
 
+@again_if_late(by_s=0.3)
 def test_a_client_that_opens_and_asks_for_nothing_is_cut(big):
     shelf = Shelf(big)
     with serving(shelf, bounds=BOUNDS) as server:
@@ -254,6 +262,7 @@ def test_a_client_that_opens_and_asks_for_nothing_is_cut(big):
         line.close()
 
 
+@again_if_late(by_s=0.3)
 def test_a_client_that_resets_costs_its_connection_only(big):
     shelf = Shelf(big)
     with serving(shelf, bounds=BOUNDS) as server, others_go_on(server, big[1]):
@@ -278,6 +287,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+@again_if_late(by_s=0.3)
 def test_a_stranger_is_cut_off_soon(said):
     with serving(Shelf((IMAGE, COPY)), bounds=limits(**QUICK)) as server:
         with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
@@ -295,6 +305,7 @@ def drip(sock, data):
         threading.Event().wait(0.1)
 
 
+@again_if_late(by_s=0.3)
 def test_a_stranger_that_sends_a_byte_now_and_then_is_cut_off_soon():
     with serving(Shelf((IMAGE, COPY)), bounds=limits(**QUICK)) as server:
         with (
@@ -464,6 +475,7 @@ def test_other_chunks_are_refused(target):
         fetch([peer(server.port)], job_pass(), COPY, target.view, terms())
 
 
+@again_if_late(by_s=0.3)
 def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
     memory, copy = big
     store = replica_store(2 * BIG, chunk_bytes=2**20)
@@ -485,6 +497,7 @@ def test_a_pusher_that_stops_leaves_what_it_sent_to_the_next(big):
     store.close()
 
 
+@again_if_late(by_s=0.3)
 def test_a_pusher_of_other_bytes_is_told(big):
     _memory, copy = big
     store = replica_store(2 * BIG, chunk_bytes=2**20)

@@ -125,20 +125,6 @@ class ImageLayout:
         }
 
     @property
-    def replica_groups(self) -> dict[tuple[int, ...], str]:
-        """Return for each set of ranks that hold tensors alike what is equal on all of them.
-
-        That is a `group_key` of these tensors; it is for images in memory.
-        """
-        found = replicated.read_replicated(self.header, self.shard, len(self.tensors))
-        specs = {
-            each.ranks: [self.tensors[number].spec for number in each.tensors] for each in found
-        }
-        world = self.shard.world
-        keys = {ranks: sharing.group_key(world, ranks, group) for ranks, group in specs.items()}
-        return keys | {each.ranks: each.key for each in self.shared}
-
-    @property
     def metadata_capacity_bytes(self) -> int:
         """How many bytes `write_metadata_blob` accepts."""
         return self.metadata_blob.spec.nbytes - _LENGTH_BYTES

@@ -196,8 +196,7 @@ class Checkpointer:
                 # A resume does not wait: the keeper mostly has the memory, which is only mapped.
                 n_threads = copy_threads(ranks.local_world) if self._restored is None else None
                 self._saver.prepare_ahead(step, n_threads)
-                if has_process_group(ranks):
-                    check_same_replicas(self._saver.replica_groups, ranks)
+                check_same_replicas(self._saver.replica_groups, ranks)
             if self._restored is not None:
                 self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
                 restored(step)
@@ -224,7 +223,7 @@ class Checkpointer:
         The last state is saved where states persist, whatever ``every`` is, unless an optimizer has
         stepped since, or may have, an exception is propagating, or *save* is false. Without `gpuops
         run`, it has persisted when this returns on local rank 0, or, where a rank comes 15 s later,
-        on the last one. May be called twice. In a forked process it does nothing.
+        some 5 s after that one has left. May be called twice. In a forked process it does nothing.
         """
         if self._is_closed:
             return
@@ -402,7 +401,6 @@ class Checkpointer:
             )
 
     def _is_forked(self) -> bool:
-        """Return whether this process was forked from the one that created this object."""
         return self._ranks is not None and os.getpid() != self._last_step.pid
 
     def _warn_once(self, kind: str, text: str) -> None:

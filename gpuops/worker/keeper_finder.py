@@ -19,11 +19,10 @@ from typing import Any
 
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.keeper.connection import (
-    KeeperConnection,
     KeeperGoneError,
     keeper_socket_path,
 )
-from gpuops.checkpoint.keeper.messages import CheckpointPolicy, HelloReply
+from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient, connect_rank
 from gpuops.checkpoint.storage.address import check_address
@@ -41,7 +40,6 @@ _LOCK = "job.lock"
 _FILES = ("keeper.sock", "keeper.lock", "keeper.log", "keeper.log.1", _LOCK)
 _LOCK_S = 15.0  # a killed job's data loaders may hold its lock for a while
 _LEAVE_S = 5.0  # usually enough between the first rank that leaves and the last
-_PROBE_S = 5.0
 _KEEPER_START_S = 60.0
 _POLL_S = 0.05
 
@@ -55,24 +53,21 @@ class DirectoryInUseError(CheckpointError):
 
 
 class StandaloneKeeper:
-    """The keeper of a job without an agent.
+    """The keeper of a job without an agent, for local rank 0, the owner of *lock*.
 
-    The owner of *lock*, local rank 0, is responsible for it. Another rank has none, and takes over
-    once that one has left while others were still connected. *shards_wait_s*: how long to wait for
-    other ranks' shards of the last state.
+    *shards_wait_s*: how long to wait for other ranks' shards of the last state. A keeper that other
+    ranks still use persists what they save last by itself, and ends.
     """
 
-    def __init__(
-        self, socket_path: Path, lock: int | None = None, *, shards_wait_s: float = _LOCK_S
-    ) -> None:
+    def __init__(self, socket_path: Path, lock: int, *, shards_wait_s: float = _LOCK_S) -> None:
         self._socket_path = socket_path
-        self._lock = lock
+        self._lock: int | None = lock
         self._shards_wait_s = shards_wait_s
 
     def finish(self, step: int | None, deadline_s: float = FINAL_PERSIST_S) -> None:
         """Have the last state persisted, that of *step* if it becomes complete, and end the keeper.
 
-        Where other ranks are still connected, the last of them does that.
+        Where other ranks are still connected, it does that once they have left.
 
         Raises:
             KeeperError: It is gone, or could not persist it; the state before it stays.
@@ -86,7 +81,7 @@ class StandaloneKeeper:
             KeeperError: It is gone, or could not persist it; the state before it stays.
         """
         end_s = time.monotonic() + deadline_s
-        if self._lock is None and not self._take_over():
+        if self._lock is None:
             return
         try:
             self._persist(step, end_s, is_over=is_over)
@@ -102,7 +97,7 @@ class StandaloneKeeper:
                 flushed = client.flush(max(end_s - time.monotonic(), 1.0))
                 notice = client.stats().get("notice")
                 has_failed = step is not None and flushed.state is None
-                n_ranks, is_ending = client.hand_over(is_over=is_over and not has_failed)
+                n_ranks, is_ending = client.hand_over(is_over=is_over)
                 if is_ending:
                     self._remove_folder()
                 has_others = bool(n_ranks) or is_ending or not is_over
@@ -125,26 +120,6 @@ class StandaloneKeeper:
                 flushed.state.step,
                 later if n_ranks else "",
             )
-
-    def _take_over(self) -> bool:
-        """Return whether the responsible rank has left, and no other one has taken over."""
-        try:
-            connection = KeeperConnection(self._socket_path, deadline_s=_PROBE_S)
-        except KeeperError:
-            return False
-        try:
-            connection.call(HelloReply, "hello", role="probe")
-            is_left = connection.call(bool, "left")
-        except KeeperError:
-            return False
-        finally:
-            connection.close()
-        folder = self._socket_path.parent
-        try:
-            self._lock = _acquire_lock(folder / _LOCK, str(folder), wait_s=1.0) if is_left else None
-        except (DirectoryInUseError, OSError):
-            return False  # another rank, or the next job, which has all that is in memory
-        return self._lock is not None
 
     def _remove_folder(self) -> None:
         """Remove the folder of the keeper, which has ended; the next one makes another."""
@@ -253,8 +228,6 @@ class KeeperFinder:
             self.standalone = _start_standalone(folder, directory)
         elif ranks.local_rank == 0:
             start_or_adopt(folder)  # it may have died, and no one else starts another
-        else:
-            self.standalone = StandaloneKeeper(keeper_socket_path(folder))
         end_s = time.monotonic() + _KEEPER_START_S
         while True:
             try:

@@ -123,11 +123,13 @@ def check_same_replicas(groups: Mapping[tuple[int, ...], str] | None, ranks: Ran
     """Raise unless all members of each of *groups*, which must hold tensors alike, describe it so.
 
     *groups* has what is equal for equal descriptions (`group_key`), None where they are not known:
-    then nothing is checked. All ranks must call it.
+    then nothing is checked, as without a process group. All ranks must call it.
 
     Raises:
         ArgumentError: They describe some of them differently. All ranks raise it.
     """
+    if not has_process_group(ranks):
+        return
     is_known, minus_n = all_reduce_min([int(groups is not None), -len(groups or ())])
     if not is_known or not minus_n:
         return

@@ -13,7 +13,12 @@ from gpuops.worker.keeper_session import POLL_S, KeeperSession, error_text
 from gpuops.worker.ranks import RankContext
 from gpuops.worker.save_stats import SaveStats
 from gpuops.worker.staging.capture import StateCapturer
-from gpuops.worker.staging.copy_plan import CapturedState, CopyPlan, changed_tensors
+from gpuops.worker.staging.copy_plan import (
+    CapturedState,
+    CopyPlan,
+    changed_tensors,
+    replica_groups,
+)
 from gpuops.worker.staging.pending_copy import PendingCopy
 from gpuops.worker.staging.slot_copier import SlotCopier
 from gpuops.worker.state.adapter import StateAdapter
@@ -95,7 +100,7 @@ class CheckpointSaver:
     @property
     def replica_groups(self) -> dict[tuple[int, ...], str] | None:
         """What this rank should hold alike with others; None before memory is reserved."""
-        return None if self._copier is None else self._copier.plan.layout.replica_groups
+        return None if self._copier is None else replica_groups(self._copier.plan.layout)
 
     def prepare_ahead(self, step: int, n_threads: int | None) -> None:
         """Reserve memory before training, allocated and pinned; log what fails, and go on."""

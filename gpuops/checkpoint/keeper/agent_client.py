@@ -254,7 +254,8 @@ class KeeperClient:
     def hand_over(self, *, is_over: bool) -> tuple[int, bool]:
         """Leave the keeper to the ranks that are still connected.
 
-        Return their number, and whether the keeper ends: there is none, and the run *is_over*.
+        Return their number, and whether the keeper ends: there is none, and the run *is_over*. If
+        there are, it ends soon after the last of them.
         """
         left = self._connection.call(HandOver, "leave", is_over=is_over)
         return left.ranks, left.is_ending

@@ -27,7 +27,7 @@ from gpuops.checkpoint.keeper.rank_group import (
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
 from gpuops.checkpoint.keeper.restore import RestoreFinder
 from gpuops.checkpoint.keeper.slot_verifier import SlotVerifier
-from gpuops.checkpoint.memory.buffer_table import SkipReason, SlotLease
+from gpuops.checkpoint.memory.buffer_table import ALREADY_SAVED, SkipReason, SlotLease
 from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
@@ -41,8 +41,6 @@ from gpuops.checkpoint.types import (
     StateId,
 )
 from gpuops.wire.messages import plain
-
-RETURN_S = 5.0  # a rank whose connection broke is back by then
 
 
 class KeeperCore:
@@ -230,11 +228,13 @@ class KeeperCore:
             self.events.add("skipped", step=step, reason=answer.reason.value, why=answer.why)
         if self.group.copies_all_why and answer.reason is SkipReason.NOT_RESERVED:
             return Skipped(self.group.copies_all_why, copies_all=True)
-        has_lost = bool(self.group.gone) and now_s - self.group.gone_s > RETURN_S
-        if is_last and has_lost and answer.reason is SkipReason.NOT_RESERVED:
-            return Skipped(f"local rank {min(self.group.gone)} has left", is_over=True)
-        is_over = answer.reason is SkipReason.LEFT_BEHIND
-        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE, is_over=is_over)
+        why_over = ""
+        if is_last and answer is not ALREADY_SAVED:
+            is_reserved = answer.reason is not SkipReason.NOT_RESERVED
+            why_over = self.group.why_over(step, table.decided, now_s, is_reserved=is_reserved)
+        if why_over:
+            return Skipped(why_over, is_over=True)
+        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE)
 
     def mark_written(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""

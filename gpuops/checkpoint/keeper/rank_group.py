@@ -21,6 +21,7 @@ from gpuops.checkpoint.types import (
 
 # How long new workers wait for the older ones to disconnect.
 FENCE_S = 5.0
+RETURN_S = 5.0  # a rank whose connection broke is back by then
 
 
 class ClientConnection(Protocol):
@@ -59,7 +60,8 @@ class RankGroup:
     """The ranks of one generation.
 
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
-    ``is_handed_over``: the agent has left the keeper to them. ``is_replaced``: newer ranks
+<<<<<<< HEAD
+    ``is_handed_over``: the keeper ends soon after the last of them. ``is_replaced``: newer ranks
     have taken their place. ``gone_s``: when the last of ``gone`` left. ``copies_all_why``: why they
     share nothing, "" where they do. ``rejected``: states that turned out to be damaged, and how;
     ``is_searched_again``: one was, or is verified.
@@ -132,6 +134,18 @@ class RankGroup:
         self.connections.pop(local_rank, None)
         self.gone.add(local_rank)
         self.mark_restored(local_rank)
+
+    def why_over(
+        self, step: int, decided: StateId | None, now_s: float, *, is_reserved: bool
+    ) -> str:
+        """Return why *step*, a rank's last one that was refused, is lost, "" where it may be saved.
+
+        *decided* is the newest one; not *is_reserved*: some rank has no memory reserved.
+        """
+        if decided is not None and step < decided.step:
+            return f"other ranks of this node have gone on to step {decided.step}"
+        has_left = not is_reserved and self.gone and now_s - self.gone_s > RETURN_S
+        return f"local rank {min(self.gone)} has left" if has_left else ""
 
     def mark_restored(self, local_rank: int) -> None:
         """Record that a rank has finished loading; release fetched memory after the last one."""

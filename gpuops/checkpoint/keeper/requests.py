@@ -108,7 +108,7 @@ class KeeperRequests:
         persister, peers = core.persister, core.peers
         self._handlers: Mapping[str, Mapping[str, Handler]] = {
             "": {"hello": self._hello},
-            "probe": {"stats": core.counts, "left": self._is_handed_over},
+            "probe": {"stats": core.counts},
             "rank": {
                 "reserve": self._reserve,
                 "begin": self._acquire,
@@ -288,9 +288,6 @@ class KeeperRequests:
     ) -> None:
         self._core.on_restored(rank_info, state, tier=tier, seconds=seconds, nbytes=nbytes)
 
-    def _is_handed_over(self) -> bool:
-        return self._core.group is not None and self._core.group.is_handed_over
-
     # Requests of the agent.
 
     def _add_holders(
@@ -402,7 +399,7 @@ class KeeperRequests:
         core, group = self._core, self._core.group
         n_ranks = len(group.connections) if group is not None else 0
         if group is not None:
-            group.is_handed_over = True
+            group.is_handed_over = is_over and n_ranks > 0
         persister, newest = core.persister, core.memory.buffer_table.last_committed
         has_place = persister.policy is not None and persister.policy.directory is not None
         is_safe = newest is None or not has_place or persister.schedule.has_persisted(newest)

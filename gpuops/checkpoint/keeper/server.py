@@ -158,7 +158,9 @@ class KeeperServer:
             self._idle_since_s, self._has_flushed = now_s, False
             return False
         idle_s = now_s - self._idle_since_s
-        lease_s = min(DRAIN_S, self.lease_s) if self.is_shutting_down else self.lease_s
+        group = self.core.group
+        ends_soon = self.is_shutting_down or (group is not None and group.is_handed_over)
+        lease_s = min(DRAIN_S, self.lease_s) if ends_soon else self.lease_s
         if idle_s < lease_s:
             return False
         return not self._is_persisting_final() or idle_s >= lease_s + FINAL_PERSIST_S

@@ -29,7 +29,6 @@ class SkipReason(StrEnum):
     IN_FLIGHT = "in_flight"
     NO_FREE_SLOT = "no_free_slot"
     PASSED = "passed"
-    LEFT_BEHIND = "left_behind"  # the last step of a rank, while others go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +117,9 @@ class BufferTable:
     @property
     def decided(self) -> StateId | None:
         """The newest state of which it was decided whether to save it."""
-        is_none = self.epoch is None or self._last_decided_step < 0
-        return (
-            None if is_none or self.epoch is None else StateId(self.epoch, self._last_decided_step)
-        )
+        if self.epoch is None or self._last_decided_step < 0:
+            return None
+        return StateId(self.epoch, self._last_decided_step)
 
     def resume(self, state: StateId | None, epoch: int) -> None:
         """Have the ranks resume from *state* (None: from scratch) with states of *epoch*.
@@ -163,9 +161,8 @@ class BufferTable:
     ) -> SlotLease | SlotRefusal:
         """Return the slot for *step*, or why there is none; the same for all ranks.
 
-        *now_s*: with several nodes, of a clock that they share. *is_last*: no step follows, so it
-        is never too early, and a step that was refused or given up is decided again; it is not due
-        (`SkipReason.NOT_DUE`) only where the rank has saved it.
+        *now_s*: with several nodes, of a clock that they share. *is_last*: it is never too early,
+        and decided again where it was refused or given up; `ALREADY_SAVED` where the rank did that.
         """
         if not 0 <= local_rank < self._n_ranks:
             raise BufferTableError(f"this node has no local rank {local_rank} of {self._n_ranks}")
@@ -175,23 +172,17 @@ class BufferTable:
             if step >= self._last_decided_step:
                 self.final = last
             if self._has_saved(local_rank, last):
-                return _ALREADY_SAVED
+                return ALREADY_SAVED
         if step > self._last_decided_step or (is_last and self._may_decide_again(step)):
             self._decide(step, now_s, is_last=is_last)
         refused = self._decisions.get(step, _STEP_PASSED)
-        pending = self._pending
-        if refused is None and (
-            pending is None
-            or pending.state.step != step
-            or pending.phases.get(local_rank) not in (SlotPhase.GRANTED, SlotPhase.WRITING)
-        ):
-            refused = _STEP_PASSED
-        if refused is not None and is_last and step < self._last_decided_step:
-            why = f"other ranks of this node have gone on to step {self._last_decided_step}"
-            return SlotRefusal(SkipReason.LEFT_BEHIND, why)
         if refused is not None:
             return refused
-        assert pending is not None
+        pending = self._pending
+        if pending is None or pending.state.step != step:
+            return _STEP_PASSED
+        if pending.phases.get(local_rank) not in (SlotPhase.GRANTED, SlotPhase.WRITING):
+            return _STEP_PASSED
         pending.phases[local_rank] = SlotPhase.WRITING
         slot = pending.slots[local_rank]
         self._writers.add((local_rank, pending.state, slot))
@@ -477,4 +468,4 @@ class BufferTable:
 
 
 _STEP_PASSED = SlotRefusal(SkipReason.PASSED, "a decision for this or a later step exists")
-_ALREADY_SAVED = SlotRefusal(SkipReason.NOT_DUE, "this step is already saved")
+ALREADY_SAVED = SlotRefusal(SkipReason.NOT_DUE, "this step is already saved")

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from gpuops.checkpoint.agreement.replicated import read_replicated
 from gpuops.checkpoint.image import ImageLayout, image_order, plan_image
-from gpuops.checkpoint.sharing import plan_sharing
+from gpuops.checkpoint.sharing import group_key, plan_sharing
 from gpuops.checkpoint.types import Shard
 from gpuops.convert.tensors import (
     TensorPlacements,
@@ -160,6 +161,19 @@ def plan_copy(
             for name in each.stored_names
         ),
     )
+
+
+def replica_groups(layout: ImageLayout) -> dict[tuple[int, ...], str]:
+    """Return for each set of ranks that hold tensors alike what is equal on all of them.
+
+    That is a `group_key` of these tensors.
+    """
+    shard, tensors = layout.shard, layout.tensors
+    keys = {
+        each.ranks: group_key(shard.world, each.ranks, [tensors[n].spec for n in each.tensors])
+        for each in read_replicated(layout.header, shard, len(tensors))
+    }
+    return keys | {each.ranks: each.key for each in layout.shared}
 
 
 def first_cuda_device(tensors: Sequence[torch.Tensor]) -> torch.device | None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
 from support.draws import draws
 
 from gpuops.checkpoint.memory.buffer_table import (
+    ALREADY_SAVED,
     BufferTable,
     BufferTableError,
     SkipReason,
@@ -187,14 +188,14 @@ def test_the_last_step_is_not_begun_anew_while_a_rank_still_writes_what_was_give
     assert isinstance(table.acquire(0, 5, 0.0, is_last=True), SlotLease)
 
 
-def test_an_older_step_than_the_last_decided_is_saved_already_or_no_more():
+def test_an_older_step_than_the_last_decided_is_no_last_one():
     table = gate_of(every_s=5.0)
     assert save(table, 1, now_s=100.0)
     table.acquire(0, 2, 100.1)
     table.acquire(0, 3, 100.2)
 
-    assert reason(table.acquire(1, 1, 100.3, is_last=True)) is SkipReason.NOT_DUE
-    assert reason(table.acquire(1, 2, 100.3, is_last=True)) is SkipReason.LEFT_BEHIND
+    assert table.acquire(1, 1, 100.3, is_last=True) is ALREADY_SAVED
+    assert table.acquire(1, 2, 100.3, is_last=True) is not ALREADY_SAVED
 
 
 def test_nothing_is_granted_before_it_is_known_where_to_continue_and_all_have_slots():

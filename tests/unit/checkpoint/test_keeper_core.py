@@ -6,9 +6,9 @@ import pytest
 from support.checkpoint_images import ORIGIN, images
 from support.keeper_ranks import fill, layout_of
 
-from gpuops.checkpoint.keeper.core import RETURN_S, KeeperCore
+from gpuops.checkpoint.keeper.core import KeeperCore
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy, RankInfo, Skipped
-from gpuops.checkpoint.keeper.rank_group import FENCE_S
+from gpuops.checkpoint.keeper.rank_group import FENCE_S, RETURN_S
 from gpuops.checkpoint.keeper.requests import ClientSession, KeeperRequests, NotReadyError
 from gpuops.checkpoint.memory.buffer_table import SlotLease
 from gpuops.checkpoint.memory.copy_stamp import COPIED, INTACT, write_stamp

@@ -37,12 +37,7 @@ from gpuops.worker.keeper_finder import (
     resolve_directory,
 )
 from gpuops.worker.optimizer_hook import only_makes_state
-from gpuops.worker.ranks import (
-    RankContext,
-    check_same_replicas,
-    detect_ranks,
-    has_process_group,
-)
+from gpuops.worker.ranks import RankContext, detect_ranks, has_process_group
 from gpuops.worker.restore import RestoreSummary, restore_adapters
 from gpuops.worker.restore_sources import DirectoryStateSource, KeeperStateSource, StateSource
 from gpuops.worker.saver import CheckpointSaver
@@ -196,7 +191,6 @@ class Checkpointer:
                 # A resume does not wait: the keeper mostly has the memory, which is only mapped.
                 n_threads = copy_threads(ranks.local_world) if self._restored is None else None
                 self._saver.prepare_ahead(step, n_threads)
-                check_same_replicas(self._saver.replica_groups, ranks)
             if self._restored is not None:
                 self._cost.restore_s = max(self._cost.restore_s, time.monotonic() - started_s)
                 restored(step)
@@ -401,6 +395,7 @@ class Checkpointer:
             )
 
     def _is_forked(self) -> bool:
+        """Return whether this process was forked from the one that created this object."""
         return self._ranks is not None and os.getpid() != self._last_step.pid
 
     def _warn_once(self, kind: str, text: str) -> None:

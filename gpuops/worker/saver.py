@@ -10,7 +10,7 @@ from gpuops.checkpoint.keeper.messages import Lease, Skipped
 from gpuops.checkpoint.keeper.rank_client import RankKeeperClient
 from gpuops.checkpoint.types import Shard
 from gpuops.worker.keeper_session import POLL_S, KeeperSession, error_text
-from gpuops.worker.ranks import RankContext
+from gpuops.worker.ranks import RankContext, check_same_replicas
 from gpuops.worker.save_stats import SaveStats
 from gpuops.worker.staging.capture import StateCapturer
 from gpuops.worker.staging.copy_plan import (
@@ -45,6 +45,7 @@ class CheckpointSaver:
         allow_pickle: bool,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._ranks = ranks
         self.is_only_local_rank = ranks.local_world == 1
         self.is_rank_zero = ranks.rank == 0
         self._is_first_local_rank = ranks.local_rank == 0
@@ -97,17 +98,18 @@ class CheckpointSaver:
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
             )
 
-    @property
-    def replica_groups(self) -> dict[tuple[int, ...], str] | None:
-        """What this rank should hold alike with others; None before memory is reserved."""
-        return None if self._copier is None else replica_groups(self._copier.plan.layout)
-
     def prepare_ahead(self, step: int, n_threads: int | None) -> None:
-        """Reserve memory before training, allocated and pinned; log what fails, and go on."""
+        """Reserve memory before training, allocated and pinned; log what fails, and go on.
+
+        Raises:
+            ArgumentError: See `check_same_replicas`.
+        """
         if self._copier is None and self.session.is_on():
             with suppress(Exception):  # boundary: the user's own state_dict, which `prepare` calls
                 plan = self._capturer.plan_ahead(step)
                 self._run_guarded(lambda keeper: self._reserve(keeper, plan, step))
+        groups = None if self._copier is None else replica_groups(self._copier.plan.layout)
+        check_same_replicas(groups, self._ranks)
         if self._copier is not None:
             try:
                 self._copier.populate(n_threads)

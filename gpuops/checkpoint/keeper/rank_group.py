@@ -60,7 +60,6 @@ class RankGroup:
     """The ranks of one generation.
 
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
-<<<<<<< HEAD
     ``is_handed_over``: the keeper ends soon after the last of them. ``is_replaced``: newer ranks
     have taken their place. ``gone_s``: when the last of ``gone`` left. ``copies_all_why``: why they
     share nothing, "" where they do. ``rejected``: states that turned out to be damaged, and how;

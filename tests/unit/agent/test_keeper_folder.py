@@ -260,7 +260,7 @@ def test_a_directory_that_can_never_be_written_is_refused_at_start(tmp_path, scr
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     job = attacked_job(tmp_path, script, f"--ckpt-dir={tmp_path / place}")
 
-    with pytest.raises(UsageError, match=f"cannot persist in .*: cannot {said}.*; name a folder"):
+    with pytest.raises(UsageError, match=f"cannot persist in .*: cannot {said}.*; name one"):
         check_can_persist(job)
     check_can_persist(replace(job, request=requested(script)))
 

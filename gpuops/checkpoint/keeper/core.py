@@ -74,12 +74,7 @@ class KeeperCore:
             memory, jobs, self.events, open_store, self._on_resumed, self.peers
         )
         self.verifier = SlotVerifier(
-            memory,
-            jobs,
-            self.events,
-            clock_s,
-            self.replica_checker,
-            self._on_verified,
+            memory, jobs, self.events, clock_s, self.replica_checker, self._on_verified
         )
         self._populator = SlotPopulator(memory, jobs, self.events, lambda: self.is_ending)
 

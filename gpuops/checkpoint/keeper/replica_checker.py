@@ -341,17 +341,19 @@ class ReplicaChecker:
     def _report_independent(
         self, state: StateId, ranks: Sequence[int], names: Sequence[str], *, is_all: bool = False
     ) -> None:
-        what = format_tensors(names, len(names))
-        why = (
-            f"{format_ranks(ranks)} have different values in {what} at step {state.step} in every "
-            "comparison: the program does not replicate them, and they are no longer compared"
-        )
         if is_all:
             why = (
                 f"{format_ranks(ranks)} have different values in all {len(names)} tensors that "
                 f"they should hold alike, at step {state.step}, where they are first compared: do "
                 "all ranks call Checkpointer.step() with the same number after the same optimizer "
                 "step? If not, this state mixes steps. They are no longer compared"
+            )
+        else:
+            what = format_tensors(names, len(names))
+            why = (
+                f"{format_ranks(ranks)} have different values in {what} at step {state.step} in "
+                "every comparison: the program does not replicate them, and they are no longer "
+                "compared"
             )
         self.notice = why
         self._events.add("replicas_apart", state=state, why=why)

@@ -1,6 +1,7 @@
 """What ranks have written is hashed, compared where they share it, and makes a state complete."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, run_task
 from gpuops.checkpoint.keeper.replica_checker import ReplicaChecker
@@ -8,6 +9,7 @@ from gpuops.checkpoint.memory.node_memory import NodeMemory, WrittenSlot
 from gpuops.checkpoint.types import StateId
 
 
+@dataclass(slots=True)
 class SlotVerifier:
     """Verifies slots that ranks have written.
 
@@ -16,47 +18,38 @@ class SlotVerifier:
     seconds of the last state, from its last slot written.
     """
 
-    def __init__(
-        self,
-        memory: NodeMemory,
-        jobs: Jobs,
-        events: EventQueue,
-        clock_s: Callable[[], float],
-        replica_checker: ReplicaChecker,
-        on_verified: Callable[[StateId, str], None],
-    ) -> None:
-        self.n_running = 0
-        self.hash_s: float | None = None
-        self._memory = memory
-        self._jobs = jobs
-        self._events = events
-        self._clock_s = clock_s
-        self._replica_checker = replica_checker
-        self._on_verified = on_verified
-        self._written_s = 0.0
+    memory: NodeMemory
+    jobs: Jobs
+    events: EventQueue
+    clock_s: Callable[[], float]
+    replica_checker: ReplicaChecker
+    on_verified: Callable[[StateId, str], None]
+    n_running: int = 0
+    hash_s: float | None = None
+    _written_s: float = 0.0
 
     def verify(self, written: WrittenSlot) -> None:
         """Have the image hashed."""
-        self._written_s = self._clock_s()
+        self._written_s = self.clock_s()
         run_task(self._verify(written))
 
     def verify_stamped(self) -> None:
         """Have what ranks have written and not reported hashed; they may have been killed."""
-        for written in self._memory.take_stamped():
+        for written in self.memory.take_stamped():
             self.verify(written)
 
     async def _verify(self, written: WrittenSlot) -> None:
         self.n_running += 1
         try:
-            digest = await JobResult(self._jobs, JobKind.HASH, written.hash)
-            why = await self._replica_checker.vote(written)
+            digest = await JobResult(self.jobs, JobKind.HASH, written.hash)
+            why = await self.replica_checker.vote(written)
         except Exception as exc:  # noqa: BLE001 boundary: a state needs its digest
-            self._memory.buffer_table.give_up(written.state)
+            self.memory.buffer_table.give_up(written.state)
             rank = written.shard.rank
-            self._events.add("corrupt", state=written.state, rank=rank, why=str(exc))
+            self.events.add("corrupt", state=written.state, rank=rank, why=str(exc))
             return
         finally:
             self.n_running -= 1
-        if why or self._memory.record_digest(written, digest):
-            self.hash_s = self._clock_s() - self._written_s
-            self._on_verified(written.state, why)
+        if why or self.memory.record_digest(written, digest):
+            self.hash_s = self.clock_s() - self._written_s
+            self.on_verified(written.state, why)

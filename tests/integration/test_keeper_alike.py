@@ -1,10 +1,8 @@
 """Keepers of nodes whose ranks hold tensors alike: their copies have what the holder has not."""
 
-import contextlib
-
 import pytest
 from support.keeper_ranks import Rank, until
-from support.peer_keepers import Node, commit, save, seat
+from support.peer_keepers import commit, save, seat, starting_nodes
 
 from gpuops.checkpoint.image import TensorSpec, plan_image
 from gpuops.checkpoint.keeper.messages import Lease
@@ -54,13 +52,7 @@ class AlikeRank(Rank):
 
 @pytest.fixture
 def start(tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def make(number):
-            node = Node(tmp_path, f"n{number}", f"127.0.0.{number}")
-            stack.callback(node.close)
-            return node
-
+    with starting_nodes(tmp_path) as make:
         yield make
 
 

@@ -1,10 +1,8 @@
 """Real keepers of several nodes, placed again after one of them is lost: who sends what to whom."""
 
-import contextlib
-
 import pytest
 from support.keeper_ranks import until
-from support.peer_keepers import Node, commit, save, seat
+from support.peer_keepers import commit, save, seat, starting_nodes
 from support.placements import missing_copies
 
 from gpuops.checkpoint.placement.replica_placement import place, rebalance
@@ -16,13 +14,7 @@ WORLD = 4
 
 @pytest.fixture
 def start(tmp_path):
-    with contextlib.ExitStack() as stack:
-
-        def make(number):
-            node = Node(tmp_path, f"n{number}", f"127.0.0.{number}")
-            stack.callback(node.close)
-            return node
-
+    with starting_nodes(tmp_path) as make:
         yield make
 
 

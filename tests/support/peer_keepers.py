@@ -1,5 +1,6 @@
 """Keepers of several nodes on addresses of their own, each with ranks, in this one machine."""
 
+import contextlib
 import itertools
 import threading
 
@@ -137,6 +138,19 @@ class SmallNode(Node):
         self._jobs.close()
         self._waker.close()
         self._core.memory.close()
+
+
+@contextlib.contextmanager
+def starting_nodes(folder):
+    """Give a function that starts node n1, n2, … by its number; all are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(number):
+            node = Node(folder, f"n{number}", f"127.0.0.{number}")
+            stack.callback(node.close)
+            return node
+
+        yield make
 
 
 def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=None, **kwargs):

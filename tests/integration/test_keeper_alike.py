@@ -9,7 +9,7 @@ from gpuops.checkpoint.keeper.messages import Lease
 from gpuops.checkpoint.placement.estimate import RamNeed
 from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
 
-N_BYTES, OWN_BYTES = 40_000_000, 1000
+N_BYTES, OWN_BYTES = 4_000_000, 1000
 
 
 def layout_of(rank, world):

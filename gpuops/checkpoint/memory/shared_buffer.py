@@ -5,7 +5,6 @@ not limited by ``/dev/shm`` or ``memlock``, and its size is sealed (F_SEAL_SHRIN
 process can truncate it while another one maps it, which would end that one with SIGBUS.
 """
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from gpuops.checkpoint.memory.available import available_bytes
+from gpuops.checkpoint.memory.raw_memory import madvise
 from gpuops.checkpoint.types import IMAGE_BYTES_MAX, CheckpointError
 from gpuops.units import format_bytes
 
@@ -31,9 +31,7 @@ POPULATE_BYTES = 32 * 2**20  # 20 to 80 ms of page faults: the longest delay of 
 
 HUGE_PAGE_BYTES = 2 * 2**20  # x86-64, and aarch64 with base pages of 4 KiB
 
-_UNMAP_STEP_BYTES = (
-    4 * 2**20
-)  # less than a millisecond, during which `mmap` lets no other thread run
+_UNMAP_STEP_BYTES = 4 * 2**20  # less than a millisecond: the delay of a stop
 
 _MFD_NOEXEC_SEAL = 0x0008  # linux/memfd.h, since Linux 6.3
 _MADV_POPULATE_READ = 22  # asm-generic/mman-common.h, both since Linux 5.14
@@ -202,7 +200,7 @@ class SharedBuffer:
                 if stop():
                     return
                 nbytes = min(_UNMAP_STEP_BYTES, self.nbytes - begin)
-                mapped.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+                madvise(mapped, begin, nbytes, mmap.MADV_DONTNEED)
 
     def __enter__(self) -> Self:
         return self
@@ -254,11 +252,9 @@ def _why_invalid(seals: int, size: int, nbytes: int | None) -> str:
 
 
 def _populate(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) -> None:
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
     try:
-        if writable:
-            _madvise(mapped, begin, end - begin, _MADV_POPULATE_WRITE)
-        else:
-            mapped.madvise(_MADV_POPULATE_READ, begin, end - begin)
+        madvise(mapped, begin, end - begin, advice)
     except OSError as exc:
         if exc.errno != errno.EINVAL:
             raise
@@ -273,18 +269,7 @@ def _allow_huge_pages(mapped: mmap.mmap) -> None:
     nbytes = len(mapped) - len(mapped) % HUGE_PAGE_BYTES
     if nbytes:
         with suppress(OSError):  # a kernel without them
-            _madvise(mapped, 0, nbytes, mmap.MADV_HUGEPAGE)
-
-
-def _madvise(mapped: mmap.mmap, begin: int, nbytes: int, advice: int) -> None:
-    """madvise(2) that releases Python's lock, which that of `mmap` does not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    piece = (ctypes.c_char * nbytes).from_buffer(mapped, begin)
-    while libc.madvise(ctypes.addressof(piece), nbytes, advice):
-        number = ctypes.get_errno()
-        if number not in {errno.EINTR, errno.EAGAIN}:
-            raise OSError(number, os.strerror(number))
+            madvise(mapped, 0, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def _touch(mapped: mmap.mmap, fd: int, begin: int, end: int, *, writable: bool) -> None:

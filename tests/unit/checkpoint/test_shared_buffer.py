@@ -5,6 +5,7 @@ import fcntl
 import gc
 import mmap
 import os
+import random
 import resource
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 from support.lock_free import seconds_beside
 
 from gpuops.checkpoint.memory import shared_buffer
+from gpuops.checkpoint.memory.raw_memory import address_of, copy_bytes, madvise
 from gpuops.checkpoint.memory.shared_buffer import (
     POPULATE_BYTES,
     SEALS,
@@ -250,7 +252,7 @@ def test_a_kernel_without_the_advice_has_the_pages_touched(writable):
 def test_an_advice_that_the_kernel_does_not_know_is_told_as_such():
     with SharedBuffer.create("slot", MIB) as slot:
         with pytest.raises(OSError, match="Invalid argument") as caught:
-            shared_buffer._madvise(slot._map, 0, MIB, 9999)
+            madvise(slot.view, 0, MIB, 9999)
         assert caught.value.errno == errno.EINVAL
 
 
@@ -296,6 +298,21 @@ def test_memory_that_others_take_meanwhile_is_missed(poor_machine):
         with pytest.raises(CheckpointError, match=r"67.1 MB of it are not populated.* 16.8 MB are"):
             slot.populate(others, root=poor_machine)
         assert taken_bytes(slot) == POPULATE_BYTES
+
+
+def test_bytes_are_copied_out_of_memory_that_may_only_be_read():
+    with (
+        SharedBuffer.create("slot", MIB) as slot,
+        SharedBuffer.attach(os.dup(slot.fd), writable=False) as reader,
+    ):
+        slot.view[:] = random.Random(0).randbytes(MIB)
+        target = bytearray(100)
+        with memoryview(target)[10:90] as part:
+            copy_bytes(part, reader.view[7:87])
+        assert target == bytes(10) + slot.view[7:87] + bytes(10)
+        assert address_of(reader.view[7:]) == address_of(reader.view) + 7
+        with pytest.raises(AssertionError):
+            copy_bytes(memoryview(target), reader.view[:99])
 
 
 def test_other_threads_run_while_memory_is_taken():

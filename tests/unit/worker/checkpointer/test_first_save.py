@@ -219,7 +219,7 @@ def test_memory_that_shrinks_meanwhile_is_a_warning_and_saves_are_refused(
 
 def test_a_kernel_that_refuses_huge_pages_gives_others(monkeypatch):
     refused = []
-    madvise = shared_buffer._madvise
+    madvise = shared_buffer.madvise
 
     def refuse(mapped, begin, nbytes, advice):
         if advice == shared_buffer.mmap.MADV_HUGEPAGE:
@@ -227,7 +227,7 @@ def test_a_kernel_that_refuses_huge_pages_gives_others(monkeypatch):
             raise OSError(22, "Invalid argument")
         madvise(mapped, begin, nbytes, advice)
 
-    monkeypatch.setattr(shared_buffer, "_madvise", refuse)
+    monkeypatch.setattr(shared_buffer, "madvise", refuse)
     with SharedBuffer.create("slot", 5 * 2**20) as slot:
         assert slot.populate()
         assert taken_bytes(slot) >= slot.nbytes

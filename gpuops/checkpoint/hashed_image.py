@@ -1,25 +1,27 @@
 """An image in the memory of another process, which is verified where it is read to."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import xxhash
 
 from gpuops.checkpoint.digest import HASH_BYTES, check_digest, chunk_count
+from gpuops.checkpoint.memory.raw_memory import copy_bytes
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import ByteRange
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Digest
 
-# Still in the cache of the core when it is hashed. Of 256 KiB each, reading takes 5 % longer.
-READ_BYTES = 2**20
+# Still in the cache of the core when it is hashed; smaller ones take more calls.
+READ_BYTES = 2**19
 TargetPart = tuple[int, memoryview]  # where in the image its bytes begin, and the memory for them
 
 
 class HashedImage(SharedBuffer):
     """The memory of an image with a known digest; of ``view`` use what `ensure` was called for.
 
-    Reading the file into other memory takes less time than to map its pages here and to copy them.
+    Reading the file into other memory takes less time than to map its pages here and to copy them,
+    unless they are mapped already; see `copy_from`.
     """
 
     digest: Digest
@@ -28,6 +30,7 @@ class HashedImage(SharedBuffer):
         """Map *fd*; see `SharedBuffer`. Use `open`."""
         super().__init__(fd, nbytes, writable=writable)
         self._verified: set[int] = set()
+        self._mapped: SharedBuffer | None = None
 
     @classmethod
     def open(cls, fd: int, digest: Digest) -> Self:
@@ -71,9 +74,9 @@ class HashedImage(SharedBuffer):
             CorruptError: It is damaged; so is what *parts* have now.
         """
         at, end = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self.nbytes)
-        found = xxhash.xxh3_64()
+        found, view = xxhash.xxh3_64(), (self._mapped or self).view
         for begin, target in (*parts, (end, memoryview(b""))):
-            found.update(self.view[at:begin])
+            found.update(view[at:begin])
             for done in range(0, len(target), READ_BYTES):
                 piece = target[done : done + READ_BYTES]
                 self._read(piece, begin + done)
@@ -84,7 +87,24 @@ class HashedImage(SharedBuffer):
             raise CorruptError(f"memory is corrupt in piece {number} of {total}")
         self._verified.add(number)
 
+    def copy_from(self, mapped: SharedBuffer) -> None:
+        """Copy out of *mapped*, this memory with its pages mapped, until both are closed."""
+        self._mapped = mapped
+
+    def unmap(self, stop: Callable[[], bool] = lambda: False) -> None:
+        super().unmap(stop)
+        if self._mapped is not None:
+            self._mapped.unmap(stop)
+
+    def close(self) -> None:
+        super().close()
+        if self._mapped is not None:
+            self._mapped.close()
+
     def _read(self, target: memoryview, at: int) -> None:
+        if self._mapped is not None:
+            copy_bytes(target, self._mapped.view[at : at + len(target)])
+            return
         while target:
             try:
                 n_read = os.preadv(self.fd, [target], at)

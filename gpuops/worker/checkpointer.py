@@ -36,6 +36,7 @@ from gpuops.worker.keeper_finder import (
     process_group_store,
     resolve_directory,
 )
+from gpuops.worker.map_ahead import take_mapped
 from gpuops.worker.optimizer_hook import only_makes_state
 from gpuops.worker.ranks import RankContext, detect_ranks, has_process_group
 from gpuops.worker.restore import RestoreSummary, restore_adapters
@@ -178,10 +179,9 @@ class Checkpointer:
         with phase("restore"):
             ranks = self._ensure_started()
             started_s = time.monotonic()
-            source = self._state_source(ranks)
             self._restored = restore_adapters(
                 self._adapters,
-                source,
+                self._state_source(ranks),
                 ranks,
                 allow_pickle=self._allow_pickle,
                 directory=self._policy.directory,
@@ -329,8 +329,9 @@ class Checkpointer:
             with suppress(KeeperError):
                 saver.reconnect(KEEPER_RETRY_S)
         keeper, error = saver.keeper, saver.error
+        mapped = take_mapped(is_wanted=keeper is not None)
         if keeper is not None:
-            return KeeperStateSource(keeper, RESTORE_POINT_TIMEOUT_S, reconnect)
+            return KeeperStateSource(keeper, RESTORE_POINT_TIMEOUT_S, reconnect, mapped)
         if isinstance(error, DirectoryInUseError):
             raise error
         if self._policy.directory is not None:

@@ -29,6 +29,7 @@ from gpuops.checkpoint.types import (
     StateId,
     Tier,
 )
+from gpuops.worker.map_ahead import MappedImages
 from gpuops.worker.ranks import (
     RankContext,
     all_reduce_min,
@@ -109,6 +110,7 @@ class KeeperStateSource:
 
     *reconnect* returns the replacement of a keeper that is gone, which is asked once more: a keeper
     that dies here may not have answered any rank. None: the ranks cannot compare their answers.
+    *mapped*: images that were mapped ahead; closed with this source.
     """
 
     kind = SourceKind.KEEPER
@@ -118,8 +120,10 @@ class KeeperStateSource:
         keeper: RankKeeperClient,
         deadline_s: float,
         reconnect: Callable[[], RankKeeperClient] | None = None,
+        mapped: MappedImages | None = None,
     ) -> None:
         self._keeper = keeper
+        self._mapped = mapped
         self._deadline_s = deadline_s
         self._reconnect = reconnect
         self._restore_point: RestorePoint | None = None
@@ -144,6 +148,10 @@ class KeeperStateSource:
         source = self._keeper.open_shard(self._restore_point, shard)
         opened = _MappedFile(source) if isinstance(source, Path) else source
         self._opened.append(opened)
+        if isinstance(opened, HashedImage) and self._mapped is not None:
+            mapped = self._mapped.take(opened)
+            if mapped is not None:
+                opened.copy_from(mapped)
         if isinstance(opened, HashedImage | KeeperParts):
             return opened
         return CompleteImage(opened.view)
@@ -159,6 +167,8 @@ class KeeperStateSource:
 
     def close(self) -> None:
         _close_all(self._opened)
+        if self._mapped is not None:
+            self._mapped.close()
 
 
 class DirectoryStateSource:

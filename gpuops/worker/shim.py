@@ -105,6 +105,22 @@ def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
         write_whole_lines()
     with contextlib.suppress(Exception):
         start_heartbeat(env, preemption)
+    with contextlib.suppress(Exception):
+        map_state_ahead(env)
+
+
+def map_state_ahead(env: Mapping[str, str]) -> None:
+    """Map what this worker will load, in a thread, if the keeper has a state.
+
+    Raises:
+        KeyError, ValueError: *env* does not say which rank this is.
+    """
+    if env.get("GPUOPS_KEPT"):
+        # Its 60 modules are imported here, because a thread that imports may deadlock a fork.
+        from gpuops.worker import map_ahead
+
+        keeper = Path(env["GPUOPS_KEEPER"])
+        map_ahead.start(keeper, rank=int(env["RANK"]), world=int(env["WORLD_SIZE"]))
 
 
 def dump_stacks_to(path: str) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from gpuops.config.resolve import environ
 from gpuops.host.process.sidecar import Sidecar, start_sidecar
 from gpuops.worker.bench.limits import timed
-from gpuops.worker.bench.run import measure_restores, restore, restore_limits
+from gpuops.worker.bench.run import NOT_MAPPED, measure_restores, restore, restore_limits
 from gpuops.worker.bench.savers import (
     GPUOPS,
     BenchError,
@@ -103,9 +103,9 @@ class KilledWorker:
         last, before = struct.unpack(checkpoint_victim.NOTE, self._note.read_bytes())
         return last, before
 
-    def restore(self) -> tuple[int, float]:
+    def restore(self, *, maps_ahead: bool = True) -> tuple[int, float]:
         """Restore as a new worker does; return the step and the seconds."""
-        return restore(self.subject, self._socket)
+        return restore(self.subject, self._socket, maps_ahead=maps_ahead)
 
     def close(self) -> None:
         """End the keeper."""
@@ -142,10 +142,13 @@ def recovery_rows(
         kill_and_restore(worker, results, rng)
         return results.restore_s[-1]
 
+    def not_mapped() -> float:
+        return worker.restore(maps_ahead=False)[1]
+
     torch_ways = {name: partial(timed, way) for name, way in _torch_ways(subject, folder).items()}
     try:
         with restore_limits(subject) as limits:
-            ways = {**limits, GPUOPS: ours, **torch_ways}
+            ways = {**limits, GPUOPS: ours, NOT_MAPPED: not_mapped, **torch_ways}
             return measure_restores(ways, plan.rounds, on_message), results
     finally:
         worker.close()

@@ -32,6 +32,7 @@ RESTORE_LIMITS = {
     "hash, one thread",
     "memcpy, one thread",
     "gpuops",
+    "gpuops, not mapped before",
 }
 TORCH_LOADS = {"dcp.load", "torch.load", "torch.load, mmap", "safetensors load_file"}
 GOALS = {"stall", "recoverable", "durable", "recovery", "training slower while persisting"}

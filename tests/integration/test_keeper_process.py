@@ -35,8 +35,10 @@ from gpuops.checkpoint.keeper.process import start_or_adopt
 from gpuops.checkpoint.keeper.rank_client import FAST_CALL_S, NO_ANSWER, connect_rank
 from gpuops.checkpoint.keeper.serve import LOG
 from gpuops.checkpoint.types import KeeperError, Shard, StateId, Tier
+from gpuops.worker.map_ahead import MappedImages
 
 TESTS = str(Path(__file__).parents[1])
+OWN_FDS = Path("/proc/self/fd")
 
 
 @pytest.fixture
@@ -272,6 +274,51 @@ def test_a_rank_is_there_once(keeper, stack):
         line_of(stack, keeper, 0, 2)
     with pytest.raises(KeeperError, match="both are rank 0"):
         connect_rank(keeper.socket_path, rank=0, world=2, local_rank=1, local_world=2)
+
+
+def mapped_by(stack, keeper, rank, world=2):
+    found = MappedImages(keeper.socket_path, rank=rank, world=world)
+    stack.callback(found.close)
+    found.wait()
+    return found
+
+
+def test_new_workers_map_what_they_will_load_before_they_are_ranks(keeper, stack):
+    agent = agent_of(stack, keeper)
+    agent.begin_generation(0, 1, None)
+    too_early = mapped_by(stack, keeper, 0)
+    ranks = crew_of(stack, keeper, 2)
+    state = save_all(ranks, 1)
+    agent.begin_generation(1, 1, None)
+    mapped = mapped_by(stack, keeper, 1)
+    others = [too_early, mapped_by(stack, keeper, 0), mapped_by(stack, keeper, 1, world=3)]
+
+    new = [line_of(stack, keeper, rank, 2, generation=1) for rank in range(2)]
+    point = [line.restore_point(30.0) for line in new][1]
+    image = new[1].open_shard(point, Shard(1, 2))
+    stack.callback(image.close)
+    assert point.state == state
+    assert [other.take(image) for other in others] == [None] * 3
+    found = mapped.take(image)
+    assert holds(found, ranks[1].layout, 1)
+    with pytest.raises(TypeError, match="read-only"):
+        found.view[0] = 1
+    found.close()
+    assert mapped.take(image) is None
+
+
+def test_what_is_mapped_ahead_is_released_where_nobody_takes_it(keeper, stack, tmp_path):
+    save_all(crew_of(stack, keeper), 1)
+    n_open = len(list(OWN_FDS.iterdir()))
+    mapped = mapped_by(stack, keeper, 0, world=1)
+    assert len(list(OWN_FDS.iterdir())) > n_open
+    mapped.close()
+    late = MappedImages(keeper.socket_path, rank=0, world=1)
+    late.close()
+    late.wait()
+    no_keeper = MappedImages(tmp_path / "keeper.sock", rank=0, world=1)
+    no_keeper.wait()
+    assert len(list(OWN_FDS.iterdir())) == n_open
 
 
 def test_persisting_follows_the_policy_and_a_flush(keeper, stack, tmp_path):

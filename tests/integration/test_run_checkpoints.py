@@ -135,6 +135,9 @@ def test_killed_workers_go_on_from_memory_and_lose_next_to_nothing(tmp_path, und
     ]
     (step,) = {step for _, step, _ in run.loads()}
     assert step >= 7
+    # Each rank owns a part of what both load, so both images were mapped before.
+    mapped = {(x.generation, x.number) for x in run.lines() if x.what == "mapped"}
+    assert mapped == {(0, 0), (1, 2)}
     (incident,) = run.incidents()
     (went_on,) = [e["text"] for e in incident["evidence"] if e["role"] == "recovery"]
     assert went_on.startswith(f"resumed from step {step}: ranks 0-1 from memory; ")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from gpuops.agent.checkpoint.api import (
     KEEPER,
+    KEPT,
     OFF,
     CheckpointService,
     FinalFlush,
@@ -118,7 +119,8 @@ class KeeperSupervisor(CheckpointService):
         """Return the keeper's socket for the workers; `OFF` where there is no keeper."""
         keeper = self._keeper
         socket = OFF if keeper is None or not self._is_used else keeper.socket
-        return {KEEPER: socket, **directory_env(self._directory)}
+        kept = {KEPT: "1"} if socket and self._newest is not None else {}
+        return {KEEPER: socket, **kept, **directory_env(self._directory)}
 
     def node_status(self) -> Json | None:
         return None if self._follower is None else self._follower.node_status()

@@ -108,7 +108,7 @@ class KeeperRequests:
         persister, peers = core.persister, core.peers
         self._handlers: Mapping[str, Mapping[str, Handler]] = {
             "": {"hello": self._hello},
-            "probe": {"stats": core.counts},
+            "probe": {"stats": core.counts, "newest_image": self._newest_image},
             "rank": {
                 "reserve": self._reserve,
                 "begin": self._acquire,
@@ -200,6 +200,19 @@ class KeeperRequests:
             raise MessageError(f"unknown role {role[:20]!r}")
         session.role = role
         return HelloReply(core.agent.pid if core.agent else None, __version__)
+
+    def _newest_image(self, session: ClientSession, shard: Shard) -> OpenedShard:
+        """Return memory of the newest complete state, of 0 bytes where it has no such shard.
+
+        For workers that are not ranks yet: mostly they load it.
+        """
+        memory = self._core.memory
+        newest = next(iter(memory.complete_states()), None)
+        found = None if newest is None else memory.complete_shards(newest).get(shard)
+        if found is None:
+            return OpenedShard()
+        session.fds.append(duplicate_fd(found.memory, writable=False))
+        return OpenedShard(nbytes=found.memory.nbytes)
 
     # Requests of ranks.
 

@@ -16,6 +16,7 @@ import torch
 
 from gpuops.checkpoint.digest import compute_digest
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.worker import map_ahead
 from gpuops.worker.bench.figures import SaveSample, limit_goals, restore_figures, save_figures
 from gpuops.worker.bench.limits import Limits, Surroundings, measure_between, timed
 from gpuops.worker.bench.savers import (
@@ -40,6 +41,7 @@ from gpuops.worker.state.parallel_copy import copy_parallel, copy_threads
 
 OnMessage = Callable[[str], None]
 SAVE_TIMEOUT_S = 600.0
+NOT_MAPPED = f"{GPUOPS}, not mapped before"
 FIRST_MAPPING = "memcpy out of another process's memory"  # its pages are mapped meanwhile
 _POLL_S = 0.02
 
@@ -227,15 +229,23 @@ def _recovery_row(plan: BenchPlan, folder: Path, on_message: OnMessage) -> dict[
         while not saver.is_done():
             time.sleep(_POLL_S)
         saver.checkpointer.close()
-        ours = {GPUOPS: lambda: restore(job, saver.socket_path)[1]}
+        ours = {
+            GPUOPS: lambda: restore(job, saver.socket_path)[1],
+            NOT_MAPPED: lambda: restore(job, saver.socket_path, maps_ahead=False)[1],
+        }
         with restore_limits(job) as limits:
             return measure_restores({**limits, **ours}, plan.rounds, on_message)
     finally:
         saver.close()
 
 
-def restore(job: BenchJob, socket_path: Path) -> tuple[int, float]:
-    """Restore as a new worker does; return the step and the seconds."""
+def restore(job: BenchJob, socket_path: Path, *, maps_ahead: bool = True) -> tuple[int, float]:
+    """Restore as a new worker does; return the step and the seconds.
+
+    Under ``gpuops run`` a worker maps the state while it imports torch, which is not counted.
+    """
+    if maps_ahead:
+        map_ahead.start(socket_path, rank=0, world=1).wait()
     begun_s = time.perf_counter()
     checkpointer = Checkpointer(
         model=job.model,

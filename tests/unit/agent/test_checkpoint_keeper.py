@@ -60,6 +60,18 @@ def test_the_workers_are_told_where_the_keeper_is_and_it_is_told_of_them(bench):
     assert bench.starts == 1
 
 
+def test_the_workers_are_told_that_there_is_a_state_which_they_map_ahead(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.commit(7)
+    bench.keeping.run_once()
+    told = {"GPUOPS_KEEPER": "/run/keeper.sock", "GPUOPS_KEPT": "1"}
+    assert bench.keeping.env() == told
+
+    bench.keeping.begin(1, 1, None)
+
+    assert bench.keeping.env() == told
+
+
 def test_ranks_of_several_nodes_are_not_led_to_a_keeper_that_knows_only_its_own(bench):
     bench.keeping.begin(0, 2, None)
     assert bench.keeping.env() == {"GPUOPS_KEEPER": ""}

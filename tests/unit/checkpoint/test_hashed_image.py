@@ -27,10 +27,14 @@ def memory(data):
         yield found
 
 
-@pytest.fixture
-def image(memory):
+@pytest.fixture(params=["read", "mapped before"])
+def image(memory, request):
     digest = compute_digest(memory.view)
     with HashedImage.open(duplicate_fd(memory, writable=False), digest) as found:
+        if request.param == "mapped before":
+            found.copy_from(
+                SharedBuffer.attach(duplicate_fd(memory, writable=False), writable=False)
+            )
         yield found
 
 
@@ -84,4 +88,24 @@ def test_a_damaged_digest_or_another_size_is_refused_and_nothing_stays_open(memo
     ):
         with pytest.raises(CheckpointError, match=r"bytes, not|was recorded"):
             HashedImage.open(duplicate_fd(memory, writable=False), wrong)
+    assert len(list(OWN_FDS.iterdir())) == n_open
+
+
+def resident_bytes(name):
+    """Return how much of a memory all of its mappings here have in their page tables."""
+    _, *found = Path("/proc/self/smaps").read_text().split(f"/memfd:{name} ")
+    return sum(int(each.partition("Rss:")[2].split()[0]) * 1024 for each in found)
+
+
+def test_what_was_mapped_before_is_unmapped_and_closed_with_the_image(memory):
+    n_open, before = len(list(OWN_FDS.iterdir())), resident_bytes("image")
+    image = HashedImage.open(duplicate_fd(memory, writable=False), compute_digest(memory.view))
+    mapped = SharedBuffer.attach(duplicate_fd(memory, writable=False), writable=False)
+    mapped.populate()
+    image.copy_from(mapped)
+    image.read_chunk(0, [(0, memoryview(bytearray(CHUNK_BYTES)))])
+    assert resident_bytes("image") >= before + NBYTES
+    image.unmap()
+    assert resident_bytes("image") == before
+    image.close()
     assert len(list(OWN_FDS.iterdir())) == n_open

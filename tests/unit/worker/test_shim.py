@@ -69,6 +69,16 @@ def test_a_script_ends_as_under_plain_python(tmp_path, body):
     assert shimmed == plain
 
 
+@pytest.mark.parametrize("rank", ["0", "", "one"])
+def test_a_script_runs_where_what_should_be_mapped_ahead_is_not_there(tmp_path, rank):
+    (tmp_path / "job.py").write_text("import ctypes\nprint('end')")
+    env = {"GPUOPS_KEPT": "1", "GPUOPS_KEEPER": str(tmp_path / "keeper.sock"), "WORLD_SIZE": "1"}
+
+    plain, shimmed = both(tmp_path, "job.py", env={**env, "RANK": rank} if rank else env)
+
+    assert shimmed == plain
+
+
 @pytest.mark.parametrize("how", ["job.py", "./job.py", "sub/link.py", "sub/../job.py"])
 def test_a_script_sees_the_same_surroundings(tmp_path, how):
     (tmp_path / "job.py").write_text(f'"""doc"""\n{SEEN}')

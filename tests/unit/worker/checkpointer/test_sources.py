@@ -17,7 +17,7 @@ from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.inspection import verify_state
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId, Tier
+from gpuops.checkpoint.types import CheckpointError, CorruptError, KeeperError, Shard, StateId, Tier
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.keeper_finder import (
     DirectoryInUseError,
@@ -319,6 +319,46 @@ class Watched(SharedBuffer):
     def unmap(self, stop=lambda: False):
         self.told.append((threading.current_thread(), stop()))
         super().unmap(stop)
+
+
+class MappedBefore:
+    """What `map_ahead` would have mapped of *memory*."""
+
+    def __init__(self, memory):
+        self.memory, self.is_closed = memory, False
+
+    def take(self, image):
+        taken, self.memory = self.memory, None
+        return taken if taken.nbytes == image.nbytes else None
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_what_was_mapped_ahead_is_what_is_read():
+    node, model = InProcessNode(), nn.Linear(40, 1, bias=False)
+    with Checkpointer(model=model, every=1, keeper=node.connect()) as ck:
+        ck.restore()
+        ck.step(1)
+    keeper = node.connect()
+    keeper.set_policy(CheckpointPolicy())
+    state = keeper.restore_point(1.0)
+    image = keeper.open_shard(state, Shard(0, 1))
+    elsewhere = SharedBuffer.create("mapped", image.nbytes)
+    elsewhere.view[:] = image.view
+    elsewhere.view[-1] ^= 1
+    mapped = MappedBefore(elsewhere)
+    source = KeeperStateSource(keeper, 1.0, mapped=mapped)
+    assert source.find().state == state.state
+
+    with pytest.raises(CorruptError):
+        source.open(Shard(0, 1)).ensure([(0, 8)])
+
+    source.close()
+    assert mapped.is_closed
+    with pytest.raises(CheckpointError, match="closed"):
+        _ = elsewhere.view
+    node.close()
 
 
 def test_large_memory_is_unmapped_by_a_thread_that_nobody_kills():

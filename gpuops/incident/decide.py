@@ -8,6 +8,8 @@ rule                        holds when                                          
 scheduler.preempted         the scheduler reclaims the nodes                     requeue 85
 checkpoint.dir_taken        another live job saves into the directory            stop 64
 checkpoint.refused          a Checkpointer or callback refuses what it is given  stop 64
+launcher.start_failed       the user's program cannot be executed, in the first  stop 64
+                            attempt
 checkpoint.poisoned         two failures within 5 steps of loading the same      restart without
                             checkpoint, which was not excluded before            the checkpoint
 software.suspect_node       a software fault by the next rules, always on one    restart without
@@ -189,8 +191,11 @@ def _preempted(context: _DecisionContext) -> _RuleResult | None:
 
 
 def _usage_error(context: _DecisionContext) -> _RuleResult | None:
-    if not context.failure.failure_class.is_usage_error:
+    report = context.root.report
+    if report is None or not report.is_usage_error:
         return None
+    if report.failure_class is FailureClass.START_FAILED and context.history:
+        return None  # an earlier attempt could be started: a disk or a mount may be gone
     return _RuleResult(
         action=RunAction.STOP,
         rule=context.failure.failure_class.value,

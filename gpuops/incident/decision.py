@@ -103,6 +103,12 @@ class NodeReport:
     is_infrastructure: bool = False  # a port taken, a start refused: does not count
     arrival: int = 0
 
+    @property
+    def is_usage_error(self) -> bool:
+        """Say whether no attempt can begin to train before the user has changed something."""
+        is_not_executable = self.failure_class is FailureClass.START_FAILED
+        return self.failure_class.is_usage_error or (is_not_executable and self.side is Side.USER)
+
     def to_json(self) -> Json:
         return {
             **to_json(self),

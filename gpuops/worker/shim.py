@@ -41,6 +41,7 @@ from pathlib import Path  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from gpuops.config.resolve import environ  # noqa: E402
+from gpuops.host.process.executable import describe_refusal  # noqa: E402
 from gpuops.wire.ring import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
 from gpuops.worker import api, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
@@ -84,9 +85,7 @@ def become(argv: list[str]) -> NoReturn:
     try:
         os.execvp(argv[0], argv)  # noqa: S606 the user's own program
     except OSError as error:
-        is_there = Path(argv[0]).exists()
-        what = "its interpreter does not exist" if is_there and error.errno == errno.ENOENT else ""
-        sys.stderr.write(f"cannot execute {argv[0]}: {what or error.strerror}\n")
+        sys.stderr.write(f"{describe_refusal(argv[0], error)}\n")
         sys.exit(127 if error.errno == errno.ENOENT else 126)
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.runs import JOBS, Run
 
-from gpuops.incident.budget import INFRASTRUCTURE_FAILURES_MAX
-
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 PLAIN = JOBS / "plain.py"
 ROOT = Path(__file__).parents[2]
@@ -129,24 +127,24 @@ def test_a_python_that_is_not_there_is_one_line_before_anything_starts(tmp_path)
     assert run.directory is None
 
 
-def test_workers_that_the_system_refuses_to_start_are_an_incident(tmp_path):
-    program = tmp_path / "python"
+@pytest.mark.parametrize("starter", ["python", "--no-python"])
+def test_a_program_that_cannot_be_executed_ends_the_run_at_once(tmp_path, starter):
+    program = tmp_path / "program"
     program.write_bytes(b"\x7fELF no program")
     program.chmod(0o755)
-    env = {"PYTHON_EXEC": str(program)}
-    with Run(tmp_path / "run", "--max-restarts=0", PLAIN, env=env) as run:
-        # The pauses between the tries double, from none to 8 s.
-        assert run.finish(200) == 1, run.said()
+    words, env = ([PLAIN], {"PYTHON_EXEC": str(program)})
+    if starter == "--no-python":
+        words, env = ([starter, program], {})
+    with Run(tmp_path / "run", *words, env=env) as run:
+        assert run.finish() == 64, run.said()
 
     said = run.err.read_text()
     assert "Traceback" not in said
-    assert "cannot start the workers: [Errno 8] Exec format error" in said
+    assert f"cannot execute {program}: Exec format error; install it for this machine" in said
+    assert "no restart: it would fail for the same reason" in said
     assert [p["outcome"] for p in run.payloads("run.ended")] == ["failed"]
-    incidents = run.incidents()
-    assert {incident["failure_class"] for incident in incidents} == {"launcher.start_failed"}
-    assert {incident["state"] for incident in incidents} == {"closed"}
-    # A refused start is tried again without being counted, but not for ever.
-    assert len(incidents) == INFRASTRUCTURE_FAILURES_MAX + 1
+    (incident,) = run.incidents()
+    assert (incident["failure_class"], incident["state"]) == ("launcher.start_failed", "closed")
 
 
 def test_a_secret_in_the_runs_name_is_in_no_name_of_a_folder(tmp_path):

@@ -32,6 +32,7 @@ from gpuops.agent.launch.services import Services
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.status.published import PublishedSnapshot, state_of
 from gpuops.control.record import ControlRecord, RunPhase
+from gpuops.host.process.executable import REMEDIES, describe_refusal
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.incident.kernel import job_lines
 from gpuops.model import Confidence, FailureClass, Side, WorkerExit
@@ -39,11 +40,17 @@ from gpuops.scrub import scrub
 
 
 class WorkerStartError(Exception):
-    """The system refused to start a worker; the message says which program and why."""
+    """No worker can be started; the message says why. *side*: USER where the user can change it."""
 
-
-class TakenDirectoryError(WorkerStartError):
-    """Another job uses this checkpoint directory; the message names the job and the directory."""
+    def __init__(
+        self,
+        why: str,
+        side: Side,
+        failure_class: FailureClass = FailureClass.START_FAILED,
+    ) -> None:
+        super().__init__(why)
+        self.side = side
+        self.failure_class = failure_class
 
 
 class GpuopsAgent(LocalElasticAgent):
@@ -108,31 +115,28 @@ class GpuopsAgent(LocalElasticAgent):
     def _not_started(self, error: WorkerStartError) -> NodeReport:
         self.close()
         attempt = self._begin([], self._log_folder())
-        is_taken = isinstance(error, TakenDirectoryError)
         return NodeReport(
             kind=ReportKind.START_FAILED,
             node=self._services.node,
             generation=attempt.generation,
-            failure_class=FailureClass.CHECKPOINT_DIR_TAKEN
-            if is_taken
-            else FailureClass.START_FAILED,
-            side=Side.USER if is_taken else Side.AMBIGUOUS,
+            failure_class=error.failure_class,
+            side=error.side,
             confidence=Confidence.CONFIRMED,
             how=scrub(str(error)),
-            is_infrastructure=not is_taken,
+            is_infrastructure=error.side is not Side.USER,
         )
 
     def _refuse_a_taken_directory(self) -> None:
         """Check, once, that no other job uses the checkpoint directory; wait for one that ends.
 
         Raises:
-            TakenDirectoryError: One does, and does not end.
+            WorkerStartError: One does, and does not end.
         """
         if self._services.current.attempt is not None:
             return
         why = self._services.checkpoints.refusal(self._wait_for_the_directory)
         if why is not None:
-            raise TakenDirectoryError(why)
+            raise WorkerStartError(why, Side.USER, FailureClass.CHECKPOINT_DIR_TAKEN)
 
     def _wait_for_the_directory(self, seconds: float) -> None:
         if not self._has_reported_the_wait:
@@ -202,7 +206,7 @@ class GpuopsAgent(LocalElasticAgent):
         try:
             pids: dict[int, int] = super()._start_workers(worker_group)
         except OSError as exc:
-            raise WorkerStartError(f"cannot start the workers: {exc}") from exc
+            raise _start_error(worker_group.spec.entrypoint, exc) from exc
         self._services.cancellation.install()
         self.close()
         workers = [
@@ -299,6 +303,13 @@ class GpuopsAgent(LocalElasticAgent):
         """Replace ``state.json``."""
         state = state_of(self._services, self._snapshot, phase)
         self._session.write_state(state, group_rank=self._worker_group.group_rank or 0)
+
+
+def _start_error(program: object, error: OSError) -> WorkerStartError:
+    """Return why no worker runs: *program* cannot be executed, or the system had no room for it."""
+    if error.filename == program and error.errno in REMEDIES:
+        return WorkerStartError(describe_refusal(error.filename, error), Side.USER)
+    return WorkerStartError(f"cannot start the workers: {error}", Side.AMBIGUOUS)
 
 
 def _env_of(excluded_step: int | None) -> dict[str, str]:

@@ -273,7 +273,7 @@ class AttemptFinish:
             report=report,
             evidence=self._evidence,
         )
-        if not report.failure_class.is_usage_error:  # that one ends the run, in words
+        if not report.is_usage_error:  # that one ends the run, in words
             self._services.say(f"attempt {self._attempt.generation} failed: {incident.title}")
 
     def file_done(self) -> None:

@@ -3,5 +3,6 @@
 * `probe`: run a function that may hang in a child.
 * `command`, `run_with_deadline`: other programs, bounded in time and output.
 * `sidecar`, `watcher`: children that end with this process.
+* `executable`: why a program cannot be executed.
 * `inspect`, `pyspy`: the state of a process, its children, its Python stacks.
 """

@@ -128,9 +128,20 @@ def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
     assert STOP not in verdicts
 
 
+NOT_EXECUTABLE = report(
+    "n1",
+    ReportKind.START_FAILED,
+    failure_class=FailureClass.START_FAILED,
+    side=Side.USER,
+    how="cannot execute /opt/python: Exec format error; install it for this machine",
+)
+
+
 @pytest.mark.parametrize(
     ("told", "rule"),
     [
+        (NOT_EXECUTABLE, "launcher.start_failed"),
+        (of_class(FailureClass.START_FAILED, side=Side.USER, step=None), "launcher.start_failed"),
         (
             report("n1", ReportKind.START_FAILED, failure_class=TAKEN, how="another job has it"),
             "checkpoint.dir_taken",
@@ -138,13 +149,19 @@ def test_only_the_program_s_own_exception_ever_stops_a_run(failure_class):
         (of_class(TAKEN, step=None), "checkpoint.dir_taken"),
         (of_class(REFUSED, step=None), "checkpoint.refused"),
     ],
-    ids=["taken at launch", "taken for a worker", "refused"],
+    ids=["python", "program", "taken at launch", "taken for a worker", "refused"],
 )
 def test_a_usage_error_ends_the_run_at_once(told, rule):
     decision = last([told, stopped("n2")], on=wide(2))
 
     assert (decision.action, decision.rule, decision.exit_code) == (STOP, rule, 64)
     assert not decision.failure.is_counted
+
+
+def test_a_python_that_an_earlier_attempt_could_execute_is_tried_again():
+    decision = last(raised(), NOT_EXECUTABLE)
+
+    assert (decision.action, decision.rule) == (RESTART, "launch.infrastructure")
 
 
 def test_no_report_at_all_is_a_restart_that_counts():
@@ -823,8 +840,8 @@ def test_what_holds_for_every_decision(reports, on, history):
         assert decision.exit_code in {1, 64, 85, 86, 93}
         assert decision.backoff_s == 0
     assert 0 <= decision.backoff_s <= 30
-    is_usage_error = decision.failure.failure_class in USAGE
-    assert (decision.exit_code == 64) is (decision.rule in USAGE)
+    is_usage_error = decision.rule in {*USAGE, "launcher.start_failed"}
+    assert (decision.exit_code == 64) is is_usage_error
     if decision.action is STOP and not is_usage_error:
         earlier = [past for past in history if past.signature == decision.failure.signature]
         assert decision.failure.signature is not None

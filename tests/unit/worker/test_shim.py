@@ -1,5 +1,6 @@
 """Under the shim a program sees, says and returns what it does under plain Python."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import gpuops.worker.shim
+from gpuops.host.process.executable import REMEDIES
 
 SHIM = gpuops.worker.shim.__file__
 SEEN = """
@@ -208,8 +210,8 @@ def test_disabled_the_shim_prepares_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "code", "why"),
     [
-        (b"#!/nonexistent/sh\n", 127, "its interpreter does not exist"),
-        (b"\x7fELF no program", 126, "Exec format error"),
+        (b"#!/nonexistent/sh\n", 127, "its interpreter does not exist; correct its first line"),
+        (b"\x7fELF no program", 126, f"Exec format error; {REMEDIES[errno.ENOEXEC]}"),
     ],
     ids=["no interpreter", "corrupt"],
 )

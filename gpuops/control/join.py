@@ -6,7 +6,8 @@ it fills, because its node has the same name.
 
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -23,10 +24,13 @@ from gpuops.control.record import (
     unpack,
     unpack_any_version,
 )
-from gpuops.control.store import ControlStore, Entry
+from gpuops.control.store import ControlStore, ControlStoreError, Entry
 from gpuops.control.tcp.server import RUN_OVER_KEY
+from gpuops.control.tcp.server_connection import REFUSED_PREFIX
 from gpuops.errors import EXIT_USAGE, UsageError
 from gpuops.host.clock import Clock
+from gpuops.incident.correlate import limited_list
+from gpuops.units import format_seconds
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +66,19 @@ def join(
             have another version of gpuops; that run ends, too, if it has not trained yet.
         ControlStoreError: See `ControlStore`.
     """
-    record, entry = _create_or_find(store, new_record, own_member.node, wait)
+    try:
+        record, entry = _create_or_find(store, new_record, own_member.node, wait)
+        if record is not new_record:
+            _reject_second_agent(store, record, own_member, clock, wait)
+    except UsageError as exc:
+        who = f"an agent on node {own_member.node} ({own_member.address})"
+        with suppress(ControlStoreError):
+            refused = f"{who} was refused: {exc}"
+            store.put(f"{REFUSED_PREFIX}{own_member.agent}", refused.encode())
+        raise
     if record is new_record:
         store.delete(RUN_OVER_KEY)  # sent to the server by the run before this one
-    else:
-        _reject_second_agent(store, record, own_member, clock, wait)
+        store.delete(REFUSED_PREFIX)
     keys = ControlKeys(run_id=record.run_id)
     reply = store.heartbeat(
         keys.heartbeat(own_member.agent),
@@ -221,6 +233,25 @@ def _is_late(heartbeat: Entry, began_ns: int) -> bool:
         return int(unpack(heartbeat.value)[SENT_KEY]) < began_ns
     except ENTRY_ERRORS:
         return False
+
+
+# After so long the user of a run that waits for nodes is told which have come.
+WAIT_NOTICE_S = 10.0
+
+
+def describe_arrivals(nodes: Sequence[str], n_min: int, left_s: float) -> str:
+    """Return which *nodes* have come, of *n_min* at least, and what to do if one is missing.
+
+    *left_s*: for how long the run waits for the others.
+    """
+    came = f"{len(nodes)} of at least {n_min} nodes came so far"
+    came = f"{came}: {limited_list(sorted(nodes))}" if nodes else came
+    if len(nodes) >= n_min:
+        return f"{came}; the run soon starts without the others"
+    return (
+        f"{came}; waiting for the others, {format_seconds(left_s)} at most. If one is missing, "
+        "read what its own `gpuops run` says; it needs this command, --rdzv-endpoint and --rdzv-id"
+    )
 
 
 def leave(

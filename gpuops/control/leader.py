@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpuops.control.client import ControlClient
+from gpuops.control.join import WAIT_NOTICE_S, describe_arrivals
 from gpuops.control.membership import (
     N_STANDBYS,
     N_WATCHING,
@@ -37,10 +38,12 @@ from gpuops.control.step import (
     next_change,
 )
 from gpuops.control.store import VALUE_BYTES_MAX, ControlStoreError, Entry
+from gpuops.control.tcp.server_connection import REFUSED_PREFIX
 from gpuops.control.transitions import form_again, stop
 from gpuops.errors import EXIT_FAIL
 from gpuops.host.clock import Clock
-from gpuops.incident.decision import NodeReport, ReportKind
+from gpuops.incident.decision import REASON_CHARS_MAX, NodeReport, ReportKind
+from gpuops.log import log_notice
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
 
@@ -175,6 +178,8 @@ class Leader:
         self._enough_since_ns: int | None = None
         self._waiting_nodes: tuple[frozenset[str], int] | None = None
         self._last_checkpoint_step: int | None = None
+        self._shown: set[int | str] = set()  # generations and refusals that the user knows of
+        self._refusals_due_ns = 0
         self.is_leader = False
 
     @property
@@ -214,6 +219,7 @@ class Leader:
         if not self.is_leader:
             return
         self._coordinate(view, now_ns)
+        self._show_who_is_missing(record, now_ns)
         self._extensions.pass_heartbeats(record)
 
     def _is_refresh_due(self, record: ControlRecord, now_ns: int) -> bool:
@@ -250,6 +256,25 @@ class Leader:
                 # Before the record changes: another thread records the decision as soon as it has.
                 self._on_decision(change.decided)
             self._client.update_record(change.update)
+
+    def _show_who_is_missing(self, record: ControlRecord, now_ns: int) -> None:
+        """Tell the user, once, which nodes have come so far, and which agents were refused."""
+        nodes = self._membership.live_nodes(record, now_ns)
+        waits = record.phase is RunPhase.RENDEZVOUS and self._phase_s(now_ns) >= WAIT_NOTICE_S
+        if waits and len(nodes) < self._policy.restart.nodes_max:
+            left_s = self._policy.timeouts.join_timeout_s - self._phase_s(now_ns)
+            text = describe_arrivals(nodes, self._policy.n_nodes_min, max(left_s, 0.0))
+            self._show(record.generation, text)
+        if now_ns >= self._refusals_due_ns:
+            self._refusals_due_ns = now_ns + round(WAIT_NOTICE_S * NS_PER_S)
+            for entry in self._client.store.list(REFUSED_PREFIX).values():
+                text = entry.value.decode(errors="replace")[:REASON_CHARS_MAX]
+                self._show(text, text)
+
+    def _show(self, what: int | str, text: str) -> None:
+        if what not in self._shown:
+            self._shown.add(what)
+            log_notice(text)
 
     def _write_roster(self, seen: Observation, change: FormRoster) -> None:
         keys, store, record = self._client.keys, self._client.store, seen.record

@@ -72,6 +72,12 @@ class LeaderPolicy:
         """Return how many agents are expected."""
         return self.restart.nodes_max + self.spares
 
+    @property
+    def n_nodes_min(self) -> int:
+        """Return how many nodes the run needs at least to start."""
+        must_be_full = self.restart.on_exhausted is OnExhausted.REQUEUE
+        return self.restart.nodes_max if must_be_full else self.restart.nodes_min
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -408,9 +414,7 @@ def _stop_if_too_late(seen: Observation, policy: LeaderPolicy, by: str) -> Chang
     limit_s = policy.timeouts.join_timeout_s
     if seen.phase_s < limit_s:
         return None
-    must_be_full = policy.restart.on_exhausted is OnExhausted.REQUEUE
-    least = policy.restart.nodes_max if must_be_full else policy.restart.nodes_min
-    came = f"{len(seen.live)} of at least {least} nodes came within {limit_s:g} s"
+    came = f"{len(seen.live)} of at least {policy.n_nodes_min} nodes came within {limit_s:g} s"
     code = EXIT_FAIL if seen.roster is None else EXIT_REQUEUE
     return _stopping(seen, code, f"{came}: {', '.join(seen.live)}", by)
 

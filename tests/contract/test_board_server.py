@@ -144,6 +144,9 @@ def test_the_board_of_another_run_says_so(shared):
         pytest.raises(ControlStoreError, match="another run"),
     ):
         board.get("control")
+    with contextlib.closing(tcp_board(shared.port)) as board:
+        (note,) = board.list("refused/").values()
+        assert note.value == b"an agent at 127.0.0.1 was refused: it has another --rdzv-id"
 
 
 def test_a_request_before_the_proof_is_not_answered(shared):

@@ -20,6 +20,7 @@ from gpuops.control.etcd.member import member_url, request_end
 from gpuops.control.etcd.presence import QuorumControlStore
 from gpuops.control.etcd.quorum import Candidate, GatherLimits, QuorumPhase, QuorumState
 from gpuops.control.etcd.store import DEADLINE_S, EtcdControlStore
+from gpuops.control.join import WAIT_NOTICE_S, describe_arrivals
 from gpuops.control.record import RECORD_KEY
 from gpuops.control.store import ControlStore, ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.process import start_server
@@ -74,6 +75,7 @@ class QuorumFormation:
     _started: int = 0
     _since: dict[str, tuple[object, float]] = field(init=False, default_factory=dict)
     _has_logged: bool = field(init=False, default=False)
+    _has_shown: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -208,6 +210,7 @@ class QuorumFormation:
             why = "an agent of this run holds it there already, without a quorum"
             return replace(state, phase=QuorumPhase.OFF, why=why)
         limits, candidates = self.plan.limits, self._candidates(f"{state.number}")
+        self._show_who_is_missing([candidate.node for candidate in candidates])
         wait_s = limits.wait_s(len(candidates))
         return quorum.after_gathering(
             state,
@@ -216,6 +219,15 @@ class QuorumFormation:
             quiet_s=self._seconds_with("quiet", (state.number, len(candidates))),
             waited_s=self._seconds_with("waited", (state.number, wait_s)),
         )
+
+    def _show_who_is_missing(self, nodes: list[str]) -> None:
+        """Tell the user, once and on one node, which *nodes* have come so far."""
+        waited_s, limits = self._seconds_with("arrivals", None), self.plan.limits
+        is_late = waited_s >= WAIT_NOTICE_S and len(nodes) < limits.nodes_max
+        if is_late and self.plan.node == min(nodes) and not self._has_shown:
+            self._has_shown = True
+            left_s = max(limits.join_timeout_s - waited_s, 0.0)
+            log_notice(describe_arrivals(nodes, limits.nodes_min, left_s))
 
     def note_in(self, name: str) -> str:
         """Note this agent as one of the round *name*; return the prefix of its agents' keys."""

@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +29,13 @@ from gpuops.host.net.job_proof import JobHandshake, ProofChannel, ProofWelcome
 # For known addresses, which have proved the job's token before.
 HANDSHAKE_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 16_384  # two for each of 8,192 agents
+# With it begin the keys of refused agents; the values say who was refused and why.
+REFUSED_PREFIX = "refused/"
+_REFUSED_ADDRESSES_MAX = 16
+_REFUSED_WHY = {
+    ProofWelcome.OTHER_JOB: "it has another --rdzv-id",
+    ProofWelcome.WRONG_TOKEN: "it has another token",
+}
 # Of one address, without proof: enough for the agents of one machine that all start now.
 UNAUTHENTICATED_PER_ADDRESS_MAX = 512
 
@@ -118,6 +126,14 @@ class ServerState:
         packed = wire.pack_entry(entry)
         for connection in tuple(connections):
             connection.wake(entry, packed)
+
+    def note_refusal(self, address: str, code: ProofWelcome) -> None:
+        """Keep that a client was refused, for the agents that wait for it."""
+        why = _REFUSED_WHY.get(code)
+        if why is not None and len(self.kv_map.list(REFUSED_PREFIX)) < _REFUSED_ADDRESSES_MAX:
+            with suppress(ControlStoreError):
+                text = f"an agent at {address} was refused: {why}"
+                self.kv_map.put(f"{REFUSED_PREFIX}{address}", text.encode())
 
     def on_closed(self, client: bytes, heartbeat_key: str, *, has_ended: bool) -> None:
         """Take in that a connection of *client* was closed; *has_ended*: by the client.
@@ -427,6 +443,7 @@ class ControlServerConnection(asyncio.Protocol):
         self._transport.write(frame)
 
     def _reject(self, code: ProofWelcome) -> None:
+        self._state.note_refusal(self._address, code)
         self._send(framed(proof.welcome(code)))
         self._closed = True
         if self._transport is not None:

@@ -8,9 +8,11 @@ from support.agreement import Player, World, by_the_table, restart
 
 from gpuops.control.record import RunPhase
 from gpuops.control.store import ControlStoreError
+from gpuops.control.tcp.server_connection import REFUSED_PREFIX
 from gpuops.control.transitions import readmit
 from gpuops.errors import EXIT_NODE_UNHEALTHY
 from gpuops.incident.decision import OnExhausted, ReportKind, RestartPolicy
+from gpuops.log import NOTICE_LOGGER
 
 
 def terms(low, high, **more):
@@ -33,6 +35,19 @@ def test_fewer_nodes_start_after_the_first_call():
     world = World(terms(2, 3), 2, first_call_s=30.0)
 
     assert 29 < world.run_until(lambda w: w.all_run(0, 2)) < 33
+
+
+def test_a_run_that_waits_says_once_who_has_come_and_who_was_refused(caplog):
+    caplog.set_level("INFO", NOTICE_LOGGER)
+    world = World(terms(2, 2), 1)
+    refused = "an agent on node n9 (10.0.0.9) was refused: another job is running"
+    world.players[0].store.put(f"{REFUSED_PREFIX}n9", refused.encode())
+    for _ in range(60):
+        world.run_once()
+
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == refused
+    assert second.startswith("1 of at least 2 nodes came so far: n0; waiting for the others, 9 min")
 
 
 def test_a_failure_on_one_node_restarts_all_within_two_seconds_and_keeps_ranks():

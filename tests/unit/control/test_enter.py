@@ -19,6 +19,7 @@ from gpuops.control.record import (
     pack,
 )
 from gpuops.control.tcp.server import RUN_OVER_KEY
+from gpuops.control.tcp.server_connection import REFUSED_PREFIX
 from gpuops.errors import EXIT_USAGE, UsageError
 from gpuops.host.clock import SystemClock
 
@@ -88,6 +89,11 @@ def test_another_job_under_the_same_key_is_refused(board):
 
     with pytest.raises(UsageError, match="another job"):
         come(board, agent(2), record(2, fingerprint="b"), beats(board, view, agent(1)))
+
+    (note,) = board.list(REFUSED_PREFIX).values()
+    assert note.value.startswith(b"an agent on node n2 (10.0.0.1) was refused: another job")
+    come(board, agent(3), record(3, fingerprint="b"), quiet)  # a new run
+    assert not board.list(REFUSED_PREFIX)
 
 
 @pytest.mark.parametrize("phase", [RunPhase.RUN, RunPhase.STOP])

@@ -13,20 +13,21 @@ from gpuops.checkpoint.pieces import PIECE_BYTES
 from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError
 
 ByteRange = tuple[int, int]  # from the first byte up to the second
+PutBytes = Callable[[int, memoryview], None]  # where they begin, and bytes to copy
 _PIECES_PER_CHUNK = CHUNK_BYTES // PIECE_BYTES
 
 
 class RangeHolder(Protocol):
     """One copy of an image."""
 
-    def read(self, begin: int, end: int) -> tuple[int, bytes]:
-        """Return verified bytes that include *begin* to *end*, and where they begin.
+    def read(self, ranges: Iterable[ByteRange], put: PutBytes) -> None:
+        """Call *put* with verified bytes of all *ranges*, and where they begin.
 
-        The range is of whole pieces (but for the end of the image) of one chunk, and so is the
-        result.
+        A range is of whole pieces (but for the end of the image) of one chunk, and so is what *put*
+        gets; it may be more than the range. *ranges* no longer has what was put before.
 
         Raises:
-            CorruptError: This copy is damaged there.
+            CorruptError: This copy is damaged in a range. Others may have been read.
             CheckpointError: It cannot be read.
         """
         ...
@@ -126,28 +127,34 @@ class PartialImage:
         with self._lock:
             missing = self._pieces.missing(ranges)
             self._check_fits(sum(end - begin for begin, end in missing))
-            for run in missing:
-                if self._pieces.missing([run]):  # it did not come with another one of its chunk
-                    self._read(*run)
+            if missing:
+                self._read(missing)
 
     def close(self) -> None:
         """Release the memory once nothing refers to `view`."""
         self.memory.close()
 
-    def _read(self, begin: int, end: int) -> None:
+    def _read(self, ranges: Sequence[ByteRange]) -> None:
         errors: list[CheckpointError] = []
         for holder in self._holders:
             try:
-                at, data = holder.read(begin, end)
+                holder.read(self._still_missing(ranges), self._put)
             except CheckpointError as exc:
                 errors.append(exc)
-                continue
-            self.memory.view[at : at + len(data)] = data
-            self._pieces.mark(at, at + len(data))
-            return
+            else:
+                return
         is_damaged = any(isinstance(error, CorruptError) for error in errors)
         why = "; ".join(str(error) for error in errors) or "no node has it"
         raise (CorruptError if is_damaged else CheckpointError)(f"{self.name}: {why}")
+
+    def _still_missing(self, ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
+        """Yield *ranges* but for those that have come with another one of their chunk."""
+        return (each for each in ranges if self._pieces.missing([each]))
+
+    def _put(self, begin: int, data: memoryview) -> None:
+        end = begin + len(data)
+        self.memory.view[begin:end] = data
+        self._pieces.mark(begin, end)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from gpuops.checkpoint.types import CHUNK_BYTES, CorruptError, Shard
 PIECE_BYTES = 64 * 2**10
 PIECES_SUFFIX = ".pieces"
 _CACHED_BYTES = 4 * PIECE_BYTES  # fits into the cache of one core
-BLOCK_BYTES = (CHUNK_BYTES // PIECE_BYTES + 2) * HASH_BYTES
+BLOCK_BYTES = (CHUNK_BYTES // PIECE_BYTES + 2) * HASH_BYTES  # of a whole chunk
 
 
 def pieces_file_name(shard: Shard) -> str:
@@ -32,10 +32,27 @@ def encode_block(chunk: memoryview) -> bytes:
     for begin in range(0, len(chunk), _CACHED_BYTES):
         part = chunk[begin : begin + _CACHED_BYTES]
         whole.update(part)
-        for at in range(0, len(part), PIECE_BYTES):
-            pieces += chunk_hash(part[at : at + PIECE_BYTES])
+        pieces += piece_hashes(part)
     body = whole.digest() + pieces
     return body + chunk_hash(body)
+
+
+def block_bytes(chunk_bytes: int) -> int:
+    """Return the size of the block of a chunk of *chunk_bytes*."""
+    return HASH_BYTES * (-(-chunk_bytes // PIECE_BYTES) + 2)
+
+
+def piece_hashes(data: memoryview) -> bytes:
+    """Return the hashes of the pieces of *data*, which begins with one."""
+    return b"".join(
+        chunk_hash(data[at : at + PIECE_BYTES]) for at in range(0, len(data), PIECE_BYTES)
+    )
+
+
+def are_expected(found: bytes, hashes: bytes, offset: int) -> bool:
+    """Return whether *found*, the hashes of pieces from *offset* in a chunk on, are in *hashes*."""
+    first = offset // PIECE_BYTES * HASH_BYTES
+    return hashes[first : first + len(found)] == found
 
 
 def parse_block(block: bytes, hashed: bytes, chunk_bytes: int) -> bytes:

@@ -103,9 +103,11 @@ class Image:
 
     def ensure(self, ranges):
         missing = self._pieces.missing(ranges)
-        for begin, end in () if self.is_planning else missing:
-            self._ranges.read(begin, end)
-            self._pieces.mark(begin, end)
+        if not self.is_planning:
+            self._ranges.read(missing, self._mark)
+
+    def _mark(self, begin, data):
+        self._pieces.mark(begin, begin + len(data))
 
 
 def bytes_read():

@@ -12,6 +12,7 @@ from support.transfers import (
     copy_of,
     filled,
     job_pass,
+    limits,
     no_pace,
     peer,
     push_of,
@@ -20,9 +21,11 @@ from support.transfers import (
     terms,
 )
 
+from gpuops.checkpoint.pieces import PIECE_BYTES
 from gpuops.checkpoint.transfer import connection
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch, push
+from gpuops.checkpoint.transfer.parts import fetch_parts
 from gpuops.checkpoint.types import StateId
 
 NBYTES = 48 * CHUNK + 77
@@ -59,6 +62,29 @@ def test_flips_while_copies_are_fetched_are_found_and_repaired(n_flips):
     # Most of what passes is chunks; the rest of the flips broke frames, which ends a connection.
     assert n_flips / 2 < n_damaged <= proxy.n_flips
     assert n_fetched > n_flips * GAP_BYTES / NBYTES / 4
+
+
+def test_flips_while_parts_are_fetched_are_found_and_repaired():
+    bounds = limits(chunk_bytes=4 * PIECE_BYTES)
+    nbytes, found = 11 * PIECE_BYTES + 77, {}
+    memory = filled(nbytes)
+    copy = copy_of(memory, chunk_bytes=bounds.chunk_bytes)
+    ranges = [(at, min(at + PIECE_BYTES, nbytes)) for at in range(0, nbytes, PIECE_BYTES)]
+    with (
+        serving(Shelf((memory, copy)), bounds=bounds) as server,
+        CorruptingProxy(server.port, seed=13, gap_bytes=2 * PIECE_BYTES) as proxy,
+    ):
+        while proxy.n_flips < 30:
+            fetch_parts(
+                peer(proxy.port),
+                job_pass(),
+                copy,
+                ranges,
+                lambda at, data: found.update({at: bytes(data)}),
+                terms(60, 30, limits=bounds),
+            )
+            assert b"".join(found[begin] for begin, _end in ranges) == bytes(memory.view)
+            found.clear()
 
 
 @some_flips

@@ -1,18 +1,21 @@
 """A sharded job goes on with another number of ranks, from memory, with the very same state."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.gloo_ranks import run_ranks, run_script, said
 from support.keeper_ranks import until
+from support.peer_keepers import starting_nodes
 from support.runs import JOBS
 from support.same_state import same
 
 from gpuops.checkpoint.image import read_layout, read_metadata_blob
 from gpuops.checkpoint.keeper.process import start_or_adopt
+from gpuops.checkpoint.pieces import PIECE_BYTES
 from gpuops.checkpoint.storage.address import open_store
-from gpuops.checkpoint.types import Shard
+from gpuops.checkpoint.types import Shard, StateId
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 STEPS = 3
@@ -51,6 +54,63 @@ def test_another_world_goes_on_from_the_same_state(tmp_path, keeper, before, aft
         assert same(loaded[rank]["loaded"], saved[0]["state"])
         assert len(loaded[rank]["losses"]) == 2
     assert "seeded anew" in said(tmp_path, world, "second")
+
+
+def place(node, generation, n_nodes, state, sources=None, world=None):
+    node.acquire(generation, n_nodes)
+    node.agent.replicate([])
+    node.agent.restore_from(state, generation, sources, loading_world=world)
+
+
+def test_another_world_reads_its_parts_from_the_memory_of_other_nodes(tmp_path):
+    """Four ranks on two nodes become three, and one of them is on a node that has nothing."""
+    job = {"kind": "fsdp", "width": 20_000, "until": 1, "every": 1}
+    with starting_nodes(tmp_path) as start, ThreadPoolExecutor() as pool:
+        first, second, new = map(start, (1, 2, 3))
+        sockets = {node: node.process.socket_path for node in (first, second, new)}
+        for node in (first, second):
+            place(node, 0, 2, None)
+        nodes = [(sockets[first], 2), (sockets[second], 2)]
+        saving = pool.submit(
+            run_ranks, tmp_path, 4, job | {"name": "first", "die": True}, nodes=nodes
+        )
+        state = StateId(0, 1)
+        until(
+            lambda: (
+                saving.done()
+                or all(state in n.agent.status().progress.whole for n in (first, second))
+            ),
+            what="a complete state",
+        )
+        for node in (first, second):
+            node.agent.commit(state)
+        saved = saving.result()
+
+        holders = {Shard(rank, 4): [(first if rank < 2 else second).peer] for rank in range(4)}
+        for node in (first, second, new):
+            place(node, 1, 3, state, holders, 3)
+        loaded = run_ranks(
+            tmp_path,
+            3,
+            job | {"name": "second"},
+            env={"GPUOPS_GENERATION": "1"},
+            nodes=[(sockets[first], 2), (sockets[new], 1)],
+        )
+        fetched = {
+            node: sum(event["bytes"] for event in node.heard_of("fetched")) for node in (first, new)
+        }
+
+    for rank in range(3):
+        assert loaded[rank]["restored"]["world"] == 4
+        assert loaded[rank]["restored"]["tier"] == "peer"
+        assert same(loaded[rank]["loaded"], saved[0]["state"]), said(tmp_path, 3, "second")
+    # A third of the rows of `up`, five numbers and a bias, and the last of the five of `down`.
+    rows, item_bytes, header_bytes = 12 * job["width"], 3 * 4, 4 * 3 * PIECE_BYTES
+    new_bytes = item_bytes * (rows // 3 * 6 + rows)
+    # It has half of the rows of `up` and four of `down`, and loads two thirds and these.
+    missing_bytes = item_bytes * rows // 6 * 6
+    assert new_bytes <= fetched[new] <= 1.1 * new_bytes + header_bytes
+    assert missing_bytes <= fetched[first] <= 1.1 * missing_bytes + header_bytes
 
 
 def damage(pid, name, step):

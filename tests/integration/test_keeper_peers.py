@@ -11,6 +11,7 @@ from support.keeper_ranks import holds, layout_of, until
 from support.peer_keepers import JOB, TOKEN, Node, SmallNode, commit, save, seat
 
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
+from gpuops.checkpoint.keeper.rank_client import KeeperParts
 from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES
 from gpuops.checkpoint.peers.push import BACKOFF_MAX_S
 from gpuops.checkpoint.storage.address import open_store
@@ -61,6 +62,8 @@ def reads(node, rank, world, offer, step):
     layout = layout_of(rank, world, n_floats=N_FLOATS)
     line = node.lines[0]
     source = line.open_shard(offer, Shard(rank, world))
+    if isinstance(source, KeeperParts):
+        source.ensure([(0, len(source.view))])
     return holds(source, layout, step)
 
 

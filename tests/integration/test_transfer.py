@@ -27,11 +27,21 @@ from support.transfers import (
     until,
 )
 
+from gpuops.checkpoint.peers.fetch import PeerShards
+from gpuops.checkpoint.pieces import PIECE_BYTES
 from gpuops.checkpoint.transfer.chunks import PinnedCopy
 from gpuops.checkpoint.transfer.client import fetch, fetch_digest, push
 from gpuops.checkpoint.transfer.pacing import RATE_MIN_BYTES_S, SendPace
+from gpuops.checkpoint.transfer.parts import fetch_parts
 from gpuops.checkpoint.transfer.wire import TransferError, TransferRefusal, TransferRefusedError
-from gpuops.checkpoint.types import CorruptError, Shard, StateId
+from gpuops.checkpoint.types import (
+    CHUNK_BYTES,
+    CheckpointError,
+    CorruptError,
+    Shard,
+    ShardHolders,
+    StateId,
+)
 from gpuops.host.clock import SystemClock
 
 
@@ -154,6 +164,131 @@ def test_a_damaged_copy_is_named_by_chunk_and_the_next_holder_has_the_rest(image
     assert found.n_damaged >= 1
     assert dict(found.served)["good"] < NBYTES
     assert shelf.pins == 0
+
+
+PARTS = limits(chunk_bytes=4 * PIECE_BYTES)
+PARTS_NBYTES = 9 * PIECE_BYTES + 123  # two chunks and the beginning of a third
+
+
+@pytest.fixture
+def large():
+    """An image of several chunks of several pieces."""
+    memory = filled(PARTS_NBYTES)
+    yield memory, copy_of(memory, chunk_bytes=PARTS.chunk_bytes)
+    memory.close()
+
+
+def pieces(begin, end):
+    return begin * PIECE_BYTES, min(end * PIECE_BYTES, PARTS_NBYTES)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_parts_of_a_copy_are_fetched_and_nothing_else(large, is_mapped):
+    memory, copy = large
+    ranges = [pieces(0, 1), pieces(2, 4), pieces(4, 8), pieces(9, 10)]
+    found = {}
+    with serving(Shelf((memory, copy), is_mapped=is_mapped), bounds=PARTS) as server:
+        fetch_parts(
+            peer(server.port),
+            job_pass(),
+            copy,
+            ranges,
+            lambda at, data: found.update({at: bytes(data)}),
+            terms(limits=PARTS),
+        )
+
+    assert found == {begin: bytes(memory.view[begin:end]) for begin, end in ranges}
+    assert server.counters()["sent_bytes"] == sum(end - begin for begin, end in ranges)
+
+
+def test_of_a_damaged_copy_the_parts_of_its_other_chunks_are_fetched(large):
+    memory, copy = large
+    memory.view[5 * PIECE_BYTES] ^= 1  # in another piece of the second chunk than is requested
+    found, shelf = [], Shelf((memory, copy))
+    ranges = [pieces(0, 1), pieces(6, 7), pieces(8, 10)]
+    with (
+        serving(shelf, bounds=PARTS) as server,
+        pytest.raises(CorruptError, match="chunk 1 of its copy is damaged"),
+    ):
+        fetch_parts(
+            peer(server.port),
+            job_pass(),
+            copy,
+            ranges,
+            lambda at, _data: found.append(at),
+            terms(limits=PARTS),
+        )
+
+    assert found == [0, 8 * PIECE_BYTES]
+    assert shelf.damaged == [1]
+    assert shelf.pins == 0
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(1, PIECE_BYTES), (0, 1), pieces(3, 5), pieces(2, 2), (0, 2**63), pieces(12, 13)],
+)
+def test_what_are_no_pieces_of_one_chunk_is_not_served(large, begin, end):
+    memory, copy = large
+    with serving(Shelf((memory, copy)), bounds=PARTS) as server, pytest.raises(TransferError):
+        fetch_parts(
+            peer(server.port),
+            job_pass(),
+            copy,
+            [(begin, end)],
+            lambda _at, _data: None,
+            terms(limits=PARTS, patience_s=0.1),
+        )
+
+
+def test_parts_come_from_the_next_holder_then_from_the_store_and_else_not_at_all():
+    memory, bad = filled(PARTS_NBYTES), filled(PARTS_NBYTES)
+    bad.view[3] ^= 1
+    copy, bounds = copy_of(memory, chunk_bytes=CHUNK_BYTES), limits(chunk_bytes=CHUNK_BYTES)
+    stored, events = [], []
+
+    class Store:
+        def read(self, ranges, put):
+            for begin, end in ranges:
+                stored.append((begin, end))
+                put(begin, memory.view[begin:end])
+
+    def found(kind, fields):
+        events.append((kind, fields["holder"], fields.get("bytes")))
+
+    with (
+        serving(Shelf((bad, copy)), bounds=bounds) as damaged,
+        serving(Shelf((memory, copy)), bounds=bounds) as whole,
+    ):
+        holders = (peer(damaged.port, "bad"), peer(whole.port, "good"))
+        peers = PeerShards(
+            STATE,
+            {SHARD: ShardHolders(holders, copy.digest.root)},
+            job_pass(),
+            lambda _nbytes: None,
+            found,
+            no_progress_s=0.2,
+        )
+        images = [
+            peers.open_parts(SHARD, lambda _digest, last=last: last, lambda _nbytes: None)
+            for last in ([Store()], [])
+        ]
+        for image in images:
+            image.ensure([(10, 20)])
+            assert image.view[10:20] == memory.view[10:20]
+    assert not stored  # it has what is needed, and a peer is nearer
+
+    images[0].ensure([(2 * PIECE_BYTES, 3 * PIECE_BYTES)])
+    assert stored == [pieces(2, 3)]
+    assert images[0].view[2 * PIECE_BYTES : 3 * PIECE_BYTES] == memory.view[slice(*pieces(2, 3))]
+    with pytest.raises(CheckpointError, match=r"bad .*; .*good "):
+        images[1].ensure([(2 * PIECE_BYTES, 3 * PIECE_BYTES)])
+    peers.close()
+
+    assert ("fetch_failed", "bad", None) in events
+    assert events.count(("fetched", "good", PIECE_BYTES)) == 2
+    for each in (*images, memory, bad):
+        each.close()
 
 
 @pytest.mark.parametrize("n_connections", [1, 4])

@@ -16,20 +16,20 @@ JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "checkpointed_train.py"
 LIMIT_S = 150.0
 
 
-def run_ranks(folder, world, job, *, keeper=None, env=None, script=JOB):
+def run_ranks(folder, world, job, *, keeper=None, env=None, script=JOB, nodes=()):
     """Run *world* ranks to their end; return the results they wrote, in order of rank."""
-    codes = codes_of_ranks(folder, world, job, keeper=keeper, env=env, script=script)
+    codes = codes_of_ranks(folder, world, job, keeper=keeper, env=env, script=script, nodes=nodes)
     wanted = -signal.SIGKILL if job.get("die") else 0
     assert codes == [wanted] * world, said(folder, world, job["name"])
     return results_of(folder, world, job)
 
 
-def codes_of_ranks(folder, world, job, *, keeper=None, env=None, script=JOB):
+def codes_of_ranks(folder, world, job, *, keeper=None, env=None, script=JOB, nodes=()):
     """Run *world* ranks to their end; return their exit codes."""
     more = {"JOB_DIR": str(folder), "JOB": json.dumps(job)}
     if keeper is not None:
         more["GPUOPS_KEEPER"] = str(keeper)
-    return run_script(folder, world, script, job["name"], env=more | (env or {}))
+    return run_script(folder, world, script, job["name"], env=more | (env or {}), nodes=nodes)
 
 
 def results_of(folder, world, job):
@@ -40,11 +40,13 @@ def results_of(folder, world, job):
     ]
 
 
-def run_script(folder, world, script, name, *, env):
+def run_script(folder, world, script, name, *, env, nodes=()):
     """Run *script* as *world* ranks of this machine to their end; return their exit codes.
 
-    They find each other through the file that ``GLOO_STORE`` names.
+    They find each other through the file that ``GLOO_STORE`` names. *nodes*: of each the socket of
+    its keeper and how many ranks it has; none: they are all on one.
     """
+    places = [(n, count, keeper) for keeper, count in nodes for n in range(count)]
     store = folder / f"store-{uuid.uuid4().hex}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
     # A rank that crashes tells where: its log is in the message of the test that fails.
@@ -58,6 +60,10 @@ def run_script(folder, world, script, name, *, env):
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(world),
         }
+        if places:
+            local_rank, count, keeper = places[rank]
+            own |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(count)}
+            own["GPUOPS_KEEPER"] = str(keeper)
         with (folder / f"log-{rank}-{name}").open("w") as log:
             processes.append(
                 warm_popen(

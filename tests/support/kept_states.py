@@ -82,7 +82,7 @@ class Keeper:
         self.nodes = list(nodes)
         self.holders, self.keep = [peer.name for peer in holders], list(keep)
 
-    def restore_from(self, state, epoch, sources, why, *, roots):
+    def restore_from(self, state, epoch, sources, why, *, roots, loading_world):
         self._check()
         self.chosen = (state, epoch, sources)
         if state is not None:

@@ -172,7 +172,7 @@ def seat(nodes, generation, world, state=None, epoch=0, sources=None, *, placed=
         ranks = [(posts[other][0], posts[other][-1] + 1) for other in holders]
         node.agent.replicate([other.peer for other in holders], keep, ranks=ranks)
     for node in nodes:
-        node.agent.restore_from(state, epoch, (sources or {}).get(node))
+        node.agent.restore_from(state, epoch, (sources or {}).get(node), loading_world=world)
     for node in nodes:
         node.connect(generation, posts[node], world)
     offers = []

@@ -384,7 +384,14 @@ class CommitFollower:
             if nodes:
                 sources[Shard(rank, world)] = _rotated([peers[node] for node in nodes], rank)
         roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
-        client.restore_from(restore.state, restore.epoch, sources, restore.why, roots=roots)
+        client.restore_from(
+            restore.state,
+            restore.epoch,
+            sources,
+            restore.why,
+            roots=roots,
+            loading_world=now.roster.world_size,
+        )
         self._epoch_max = max(self._epoch_max, restore.epoch)
         now.is_restore_set = True
 

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from gpuops.checkpoint.digest import (
     chunk_count,
     find_damaged_chunks,
-    is_chunk_intact,
 )
 from gpuops.checkpoint.image import read_owners
 from gpuops.checkpoint.keeper.messages import WHY_MAX
-from gpuops.checkpoint.manifest import Manifest, ShardRecord
+from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
-from gpuops.checkpoint.storage.stored_ranges import open_partial
+from gpuops.checkpoint.storage.stored_ranges import StoredRanges, open_partial, verify_chunks
 from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import (
     CheckpointError,
@@ -352,13 +351,17 @@ class _Candidate:
             self._record_problem(shard, Tier.MEMORY, why)
         if self.peers is not None and shard in self.peers:
             try:
-                memory = self.peers.get(shard)
+                if self.loading_world in (None, shard.world):
+                    source: ShardLocation = self.peers.get(shard)
+                else:
+                    source = self.peers.open_parts(shard, self._stored_ranges, self.check_fits)
+                    self.fetched.append(source)
             except CheckpointError as exc:
                 why = f"{why}, and {exc}"
                 self.choice.add_reason(str(exc))
             else:
                 self.from_peers.add(shard)
-                return memory
+                return source
         if self._record(shard) is not None:
             try:
                 return self._verified_file(shard)
@@ -380,7 +383,7 @@ class _Candidate:
                 self.fetched.append(memory)
                 self.store.fetch_shard(record, self.state, memory.view)
                 return memory
-            _verify_chunks(self.store, self.stored.manifest, shard)
+            verify_chunks(self.store, self.stored.manifest, shard)
         except CorruptError:
             with suppress(CheckpointError):  # it may not be writable here
                 self.store.mark_damaged(record, self.state)
@@ -393,6 +396,13 @@ class _Candidate:
         image = open_partial(self.store, self.state, record, self.check_fits)
         self.fetched.append(image)
         return image
+
+    def _stored_ranges(self, digest: Digest) -> list[StoredRanges]:
+        """Return the store's copy of the image with *digest*, none where there is none."""
+        if self.store is None or self.stored is None:
+            return []
+        records = [each for each in self.stored.manifest.shards if each.digest.root == digest.root]
+        return [StoredRanges(self.store, self.state, record) for record in records[:1]]
 
     def _record(self, shard: Shard) -> StoredState | None:
         """Return the manifest's record of the stored state where it has *shard*."""
@@ -439,20 +449,3 @@ def _damaged_shards(
 
     whys = map_function(read, memory)
     return {shard: why for shard, why in zip(memory, whys, strict=True) if why}
-
-
-def _verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:
-    digest = manifest.record(shard).digest
-    nbytes = number = 0
-    for number, chunk in enumerate(store.read_chunks(manifest.state, shard), 1):
-        if nbytes >= digest.nbytes or not is_chunk_intact(chunk, digest, number - 1):
-            raise CorruptError(
-                f"{store.address}/{manifest.state.name}/{shard.file_name} is corrupt in piece "
-                f"{number - 1} of {chunk_count(digest.nbytes)}"
-            )
-        nbytes += len(chunk)
-    if nbytes != digest.nbytes:
-        raise CorruptError(
-            f"{store.address}/{manifest.state.name}/{shard.file_name} has {nbytes} bytes, but "
-            f"{digest.nbytes} were saved"
-        )

@@ -138,13 +138,15 @@ class KeeperClient:
         why: Sequence[str] = (),
         *,
         roots: Mapping[Shard, str] | None = None,
+        loading_world: int | None = None,
     ) -> None:
         """Have all ranks resume from *state* (None: from scratch); new states are of *epoch*.
 
         With several nodes the ranks wait for this call; with one node it is not needed. *sources*:
         the holders of the shards that this node needs, in order of preference; what is missing or
         corrupt in this node's memory is fetched from them, then from the directory. *roots*: of the
-        digests in the plan. *why*: why newer states were skipped. Returns at once.
+        digests in the plan. *why*: why newer states were skipped. *loading_world*: the number of
+        ranks that load it; of what another number saved, they fetch parts. Returns at once.
         """
         texts = [text[:WHY_CHARS_MAX] for text in why[:WHY_MAX]]
         n_sources = len(sources or {})
@@ -152,7 +154,13 @@ class KeeperClient:
             for page in holder_pages(sources or {}, roots or {}):
                 self._connection.call(Done, "sources", **page)
             self._connection.call(
-                Done, "choose", state=state, epoch=epoch, n_sources=n_sources, why=texts
+                Done,
+                "choose",
+                state=state,
+                epoch=epoch,
+                n_sources=n_sources,
+                why=texts,
+                loading_world=loading_world,
             )
 
     def take_over(self, epoch: int) -> None:

@@ -297,11 +297,13 @@ class KeeperCore:
         epoch: int,
         holders: Mapping[Shard, ShardHolders] | None = None,
         why: tuple[str, ...] = (),
+        loading_world: int | None = None,
     ) -> None:
         """Resume from *state* (None: from scratch), as all nodes do; new states are of *epoch*.
 
-        *holders*: its copies on other nodes; missing shards are fetched from now on. *why*: why
-        newer states were skipped.
+        *holders*: its copies on other nodes; missing shards are fetched from now on, unless
+        *loading_world* is another number of ranks than saved them. *why*: why newer states were
+        skipped.
 
         Raises:
             KeeperError: No generation has begun, its ranks were given another state already, or
@@ -314,7 +316,8 @@ class KeeperCore:
         self.peers.on_restore_decided(state, epoch)
         peers = None
         if state is not None and holders:
-            peers = self.peers.fetch_state(state, holders, self.restore_finder.allocate)
+            allocate = self.restore_finder.allocate
+            peers = self.peers.fetch_state(state, holders, allocate, loading_world)
         instructions.close()
         if group is not None:
             group.error = ""

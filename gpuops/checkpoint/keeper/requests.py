@@ -46,6 +46,7 @@ from gpuops.checkpoint.keeper.messages import (
     Step,
     WaitSeconds,
     Why,
+    World,
     holders_in,
 )
 from gpuops.checkpoint.keeper.rank_group import FENCE_S, ClientConnection, PartsRead
@@ -320,12 +321,13 @@ class KeeperRequests:
         epoch: Epoch,
         n_sources: Annotated[int, Limit(WORLD_MAX)] = 0,
         why: Annotated[tuple[Why, ...], Limit(WHY_MAX)] = (),
+        loading_world: World | None = None,
     ) -> None:
         holders = dict(session.holders) if n_sources else {}
         session.holders.clear()
         if n_sources != len(holders):
             raise MessageError(f"expected the holders of {n_sources} shards, not of {len(holders)}")
-        self._core.restore_from(state, epoch, holders, why)
+        self._core.restore_from(state, epoch, holders, why, loading_world)
 
     def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:
         """Reply once the newest committed state is persisted, or cannot be.

@@ -32,7 +32,6 @@ from gpuops.checkpoint.types import (
     RestorePoint,
     RestoreUndecidedError,
     StateId,
-    Tier,
 )
 
 
@@ -131,14 +130,16 @@ class RestoreFinder:
         image = group.shard_location(state, shard)
         if not isinstance(image, PartialImage):
             raise KeeperError(f"the shard of rank {shard.rank} of {state} is complete")
-        read = PartsRead(wanted)
+        assert group.result is not None
+        assert group.result.selected is not None
+        read, tier = PartsRead(wanted), group.result.selected.tier
 
         async def run() -> None:
             try:
                 await JobResult(self.jobs, JobKind.FETCH, lambda: image.ensure(ranges))
             except CheckpointError as exc:
                 read.error = exc
-                self._report_problem(CopyProblem(state, shard, Tier.PERSISTENT, str(exc)))
+                self._report_problem(CopyProblem(state, shard, tier, str(exc)))
             except Exception as exc:  # noqa: BLE001 boundary: the rank receives it as an error
                 read.error = KeeperError(f"{image.name} cannot be read: {exc!r}")
             read.is_done = True

@@ -1,14 +1,19 @@
-"""Fetch the shards of one state from other nodes: each once, when it is first requested."""
+"""Fetch the shards of one state from other nodes: each once, when it is first requested.
+
+Ranks of another number than saved the state need parts of many shards: these are fetched instead.
+"""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuops.checkpoint.image import read_layout
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.partial_image import ByteRange, PartialImage, PutBytes, RangeHolder
 from gpuops.checkpoint.transfer.client import FetchResult, fetch, fetch_digest
 from gpuops.checkpoint.transfer.connection import TransferLimits
 from gpuops.checkpoint.transfer.parallel import TransferOptions
+from gpuops.checkpoint.transfer.parts import fetch_parts
 from gpuops.checkpoint.transfer.wire import JobCredentials
 from gpuops.checkpoint.types import (
     CheckpointError,
@@ -65,6 +70,7 @@ class PeerShards:
         self._no_progress_s = no_progress_s
         self._stop = threading.Event()
         self._slots = {shard: _FetchSlot() for shard in holders}
+        self._parts: list[_PeerRanges] = []
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._holders
@@ -112,6 +118,47 @@ class PeerShards:
                 raise KeeperError(f"newer workers have started: {shard.file_name} is not needed")
             return slot.memory
 
+    def open_parts(
+        self,
+        shard: Shard,
+        stored: Callable[[Digest], Sequence[RangeHolder]],
+        check_fits: Callable[[int], None],
+    ) -> PartialImage:
+        """Return the image of *shard*; nothing of it is fetched yet.
+
+        *stored* returns where else the image with its digest is, for what no peer can serve.
+
+        Raises:
+            CheckpointError: No holder has it; the message has the error of each.
+        """
+        holders, why = self._holders[shard], list[str]()
+        for at, peer in enumerate(holders.peers):
+            try:
+                digest = self._fetch_digest(peer, shard, holders.root)
+            except CheckpointError as exc:
+                why.append(str(exc))
+                self._report_failed(shard, peer.name, str(exc))
+                continue
+            copy = ShardCopy(self.state, shard, "", digest, Tier.PEER, "")
+            ranges = [_PeerRanges(self, each, copy) for each in holders.peers[at:]]
+            self._parts += ranges
+            memory = SharedBuffer.create("gpuops-parts", digest.nbytes)
+            name = f"{shard.file_name} of {self.state}"
+            return PartialImage(name, memory, [*ranges, *stored(digest)], check_fits)
+        reasons = "; ".join(why) or "no node has it"
+        raise KeeperError(f"the shard of rank {shard.rank} of {self.state}: {reasons}")
+
+    def fetch_parts(
+        self, peer: KeeperAddress, copy: ShardCopy, ranges: Sequence[ByteRange], put: PutBytes
+    ) -> None:
+        """Call *put* with the bytes of *ranges* of *copy* on *peer*; see `RangeHolder.read`."""
+        options = self._options(sum(end - begin for begin, end in ranges))
+        try:
+            fetch_parts(peer, self._job, copy, ranges, put, options)
+        except CheckpointError as exc:
+            self._report_failed(copy.shard, peer.name, str(exc))
+            raise
+
     def fetched(self) -> Iterator[tuple[ShardCopy, SharedBuffer]]:
         """Yield the fetched, verified shards that are not in use yet; they stay until `close`."""
         for slot in self._slots.values():
@@ -120,6 +167,8 @@ class PeerShards:
 
     def close(self) -> None:
         """Stop fetching, and release all memory."""
+        if not self.is_closed:
+            self._report_parts()
         self._stop.set()
         for slot in self._slots.values():
             # A fetch in progress sees the flag, and releases its memory.
@@ -198,7 +247,30 @@ class PeerShards:
             },
         )
 
+    def _report_parts(self) -> None:
+        for each in self._parts:
+            if each.nbytes:
+                fields = {"state": self.state, "shard": each.copy.shard, "holder": each.peer.name}
+                self._on_event("fetched", {**fields, "bytes": each.nbytes})
+
     def _report_failed(self, shard: Shard, holder: str, why: str) -> None:
         if not self.is_closed:
             fields = {"state": self.state, "shard": shard}
             self._on_event("fetch_failed", {**fields, "holder": holder, "why": why})
+
+
+@dataclass(slots=True)
+class _PeerRanges:
+    """The copy of an image on one peer, of which ranges are read; ``nbytes``: so many so far."""
+
+    peers: PeerShards
+    peer: KeeperAddress
+    copy: ShardCopy
+    nbytes: int = 0
+
+    def read(self, ranges: Iterable[ByteRange], put: PutBytes) -> None:
+        def count(begin: int, data: memoryview) -> None:
+            put(begin, data)
+            self.nbytes += len(data)
+
+        self.peers.fetch_parts(self.peer, self.copy, list(ranges), count)

@@ -216,8 +216,12 @@ class PeerService:
         state: StateId,
         holders: Mapping[Shard, ShardHolders],
         make: Callable[[int], SharedBuffer],
+        loading_world: int | None,
     ) -> PeerShards:
         """Return the copies of *state* on peers, and begin to fetch what is missing here.
+
+        Of shards of another number of ranks than *loading_world* only the parts that the ranks
+        request are fetched.
 
         Raises:
             KeeperError: This keeper serves no peers yet.
@@ -230,7 +234,8 @@ class PeerService:
 
         found = PeerShards(state, holders, self._running.job, make, report)
         here = {*self._memory.complete_shards(state), *self._replicas_of(state)}
-        for shard in sorted(set(holders) - here):
+        whole = {shard for shard in holders if loading_world in (None, shard.world)}
+        for shard in sorted(whole - here):
             self._jobs.start(JobKind.FETCH, partial(found.get, shard), lambda _memory, _error: None)
         return found
 

@@ -1,16 +1,16 @@
-"""Read verified parts of one stored shard: pieces by their hashes, else whole chunks."""
+"""Read verified parts of one stored shard: pieces by their hashes, else whole chunks; or all."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from gpuops.checkpoint.digest import HASH_BYTES, chunk_count, chunk_hash, is_chunk_intact
-from gpuops.checkpoint.manifest import ShardRecord
+from gpuops.checkpoint.digest import HASH_BYTES, chunk_count, is_chunk_intact
+from gpuops.checkpoint.manifest import Manifest, ShardRecord
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
-from gpuops.checkpoint.partial_image import PartialImage
-from gpuops.checkpoint.pieces import BLOCK_BYTES, PIECE_BYTES, parse_block
+from gpuops.checkpoint.partial_image import ByteRange, PartialImage, PutBytes
+from gpuops.checkpoint.pieces import BLOCK_BYTES, are_expected, parse_block, piece_hashes
 from gpuops.checkpoint.storage.api import CheckpointStore
-from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, StateId
+from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard, StateId
 
 # Blocks of hashes that are read at once, for 512 MiB of the image: one more request for these.
 _BLOCKS_PER_READ = 32
@@ -24,14 +24,18 @@ class StoredRanges:
         self._blocks: dict[int, bytes] = {}  # by the number of the first chunk
         self._lock = threading.Lock()
 
-    def read(self, begin: int, end: int) -> tuple[int, bytes]:
-        """Return verified bytes that include *begin* to *end*; see `RangeHolder`."""
+    def read(self, ranges: Iterable[ByteRange], put: PutBytes) -> None:
+        """Call *put* with verified bytes of all *ranges*; see `RangeHolder`."""
+        for begin, end in ranges:
+            at, data = self._read_range(begin, end)
+            put(at, memoryview(data))
+
+    def _read_range(self, begin: int, end: int) -> tuple[int, bytes]:
         number = begin // CHUNK_BYTES
         hashes = self._piece_hashes(number)
         if hashes is not None:
             data = self._store.read_bytes(self._state, self._record.shard, begin, end)
-            first = (begin - number * CHUNK_BYTES) // PIECE_BYTES
-            if _pieces_hashed(data) == hashes[first * HASH_BYTES :][: _hashes_bytes(data)]:
+            if are_expected(piece_hashes(memoryview(data)), hashes, begin % CHUNK_BYTES):
                 return begin, data
         return self._read_chunk(number)
 
@@ -92,12 +96,24 @@ def open_partial(
     return PartialImage(f"{name} of {state}", memory, [ranges], check_fits)
 
 
-def _pieces_hashed(data: bytes) -> bytes:
-    with memoryview(data) as view:
-        return b"".join(
-            chunk_hash(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)
+def verify_chunks(store: CheckpointStore, manifest: Manifest, shard: Shard) -> None:
+    """Read all of a stored shard, and verify it.
+
+    Raises:
+        CorruptError: It is not what was saved; the message names the first chunk.
+        CheckpointError: It cannot be read.
+    """
+    digest = manifest.record(shard).digest
+    nbytes = number = 0
+    for number, chunk in enumerate(store.read_chunks(manifest.state, shard), 1):
+        if nbytes >= digest.nbytes or not is_chunk_intact(chunk, digest, number - 1):
+            raise CorruptError(
+                f"{store.address}/{manifest.state.name}/{shard.file_name} is corrupt in piece "
+                f"{number - 1} of {chunk_count(digest.nbytes)}"
+            )
+        nbytes += len(chunk)
+    if nbytes != digest.nbytes:
+        raise CorruptError(
+            f"{store.address}/{manifest.state.name}/{shard.file_name} has {nbytes} bytes, but "
+            f"{digest.nbytes} were saved"
         )
-
-
-def _hashes_bytes(data: bytes) -> int:
-    return -(-len(data) // PIECE_BYTES) * HASH_BYTES

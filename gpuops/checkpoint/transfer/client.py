@@ -80,18 +80,9 @@ def fetch(
     tracker = ChunkTracker(target, digest, chunk_bytes=chunk_bytes)
     if resume:
         tracker.find_present()
-    request = OpenCopy(wanted.state, wanted.shard, chunk_bytes, digest.root).to_bytes()
 
     def work(connection: TransferConnection) -> None:
-        connection.send(TransferFrameKind.OPEN, request)
-        kind, body = connection.receive(connection.limits.stall_s)
-        if kind is not TransferFrameKind.COPY or wire.read_copy(body) != (
-            digest.nbytes,
-            digest.root,
-        ):
-            raise WireError("not the requested copy")
-        # We already have it: a different one would have another root.
-        connection.receive_bytes(len(digest.table))
+        open_copy(connection, wanted)
         request_chunks(connection, tracker, lambda: True)
 
     what = f"{wanted.shard.file_name} of {wanted.state}"
@@ -113,7 +104,7 @@ def fetch(
             tracker.reset_errors()
         served.append((peer.name, tracker.received_bytes - before))
     if not tracker.is_complete:
-        raise _no_copy_error(what, failed)
+        raise no_copy_error(what, failed)
     tracker.check_root()
     return FetchResult(
         seconds=time.monotonic() - began_s,
@@ -123,6 +114,23 @@ def fetch(
         served=tuple(served),
         failed=tuple(_describe_failure(peer, error) for peer, error in failed),
     )
+
+
+def open_copy(connection: TransferConnection, wanted: ShardCopy) -> None:
+    """Have the other side serve the copy with the digest of *wanted* over *connection*.
+
+    Raises:
+        TransferRefusedError: It has no such copy.
+        WireError, OSError: The connection has failed.
+    """
+    digest, chunk_bytes = wanted.digest, connection.limits.chunk_bytes
+    request = OpenCopy(wanted.state, wanted.shard, chunk_bytes, digest.root)
+    connection.send(TransferFrameKind.OPEN, request.to_bytes())
+    kind, body = connection.receive(connection.limits.stall_s)
+    if kind is not TransferFrameKind.COPY or wire.read_copy(body) != (digest.nbytes, digest.root):
+        raise WireError("not the requested copy")
+    # We already have it: a different one would have another root.
+    connection.receive_bytes(len(digest.table))
 
 
 def fetch_digest(
@@ -159,7 +167,7 @@ def fetch_digest(
             1, time.monotonic() + options.deadline_s
         )
     except (TransferError, CorruptError) as exc:
-        raise _no_copy_error(
+        raise no_copy_error(
             f"the digest of {wanted[1].file_name} of {wanted[0]}", [(peer, exc)]
         ) from exc
     return found[0]
@@ -254,9 +262,10 @@ class _SharedSum:
             self.total += number
 
 
-def _no_copy_error(
+def no_copy_error(
     what: str, failed: Sequence[tuple[KeeperAddress, Exception]]
 ) -> TransferError | CorruptError:
+    """Return the error that *what* could not be fetched from any peer, with the reason of each."""
     reasons = (
         "; ".join(_describe_failure(peer, error) for peer, error in failed) or "no peer has it"
     )

@@ -264,10 +264,10 @@ class TransferConnection:
                 if self._is_aborted.wait(min(wait_s, RECHECK_S)):
                     raise ConnectionAbortedError("the connection was cut")
             if self._is_tagged:
-                with _slice_of(image, offset, n_bytes) as slice_view:
+                with slice_of(image, offset, n_bytes) as slice_view:
                     sent.update(slice_view)
             if image.read is not None or (self._is_local and image.view is not None):
-                with _slice_of(image, offset, n_bytes) as slice_view:
+                with slice_of(image, offset, n_bytes) as slice_view:
                     self._write(slice_view, time.monotonic() + self.limits.stall_s)
             else:
                 self._send_file(image.fd, offset, n_bytes)
@@ -378,7 +378,8 @@ def _addresses(sock: socket.socket) -> tuple[str, str]:
         raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from exc
 
 
-def _slice_of(image: SendableImage, offset: int, nbytes: int) -> memoryview:
+def slice_of(image: SendableImage, offset: int, nbytes: int) -> memoryview:
+    """Return *nbytes* bytes of *image* from *offset* on; raises `WireError` if it ends before."""
     if image.read is not None:
         return image.read(offset, nbytes)
     if image.view is not None:

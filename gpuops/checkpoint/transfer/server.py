@@ -29,6 +29,7 @@ from gpuops.checkpoint.transfer.connection import (
     TransferLimits,
 )
 from gpuops.checkpoint.transfer.pacing import SendPace
+from gpuops.checkpoint.transfer.parts import PartServer
 from gpuops.checkpoint.transfer.wire import (
     JobCredentials,
     OpenCopy,
@@ -283,16 +284,19 @@ class TransferServer:
 
     def _serve_requests(self, connection: TransferConnection) -> None:
         pinned: list[PinnedCopy] = []
+        parts: PartServer | None = None
         try:
             while True:
                 try:
                     kind, body = connection.receive(self._limits.idle_s)
                     if kind is TransferFrameKind.OPEN:
-                        self._open(connection, body, pinned)
+                        parts = self._open(connection, body, pinned)
                     elif kind is TransferFrameKind.GET and pinned:
                         serve_chunks(
                             connection, body, pinned[0], self._pace, self._limits.chunk_bytes
                         )
+                    elif kind is TransferFrameKind.GET_PART and pinned and parts is not None:
+                        parts.serve(connection, body, self._pace)
                     elif kind is TransferFrameKind.PUSH:
                         self._receive_push(connection, body)
                     elif kind is not TransferFrameKind.WAIT:
@@ -308,7 +312,9 @@ class TransferServer:
         self._count("refused")
         connection.send(TransferFrameKind.REFUSED, wire.refused_bytes(error.code, str(error)))
 
-    def _open(self, connection: TransferConnection, body: bytes, pinned: list[PinnedCopy]) -> None:
+    def _open(
+        self, connection: TransferConnection, body: bytes, pinned: list[PinnedCopy]
+    ) -> PartServer:
         wanted = OpenCopy.from_bytes(body)
         _release_all(pinned)
         self._check_chunks(wanted.chunk_bytes)
@@ -329,6 +335,7 @@ class TransferServer:
         connection.send(
             TransferFrameKind.COPY, wire.copy_bytes(digest.nbytes, digest.root), digest.table
         )
+        return PartServer(copy, self._limits.chunk_bytes)
 
     def _receive_push(self, connection: TransferConnection, body: bytes) -> None:
         offer, chunk_bytes = PushOffer.from_bytes(body)

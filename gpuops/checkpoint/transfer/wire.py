@@ -3,8 +3,9 @@
 Short frames of fixed layout open a connection (`Hello`, `Challenge`, proofs: see
 `gpuops.host.net.job_proof`). After them a frame is a tag, the job, the epoch, a kind and the fields
 of that kind. Three kinds are followed by bytes outside of frames: `COPY` and `PUSH` by tables of
-chunk hashes, which their roots verify, `DATA` by chunks, each with a tag where they cross a
-network. Their number follows from earlier frames, and they are checked by digest.
+chunk hashes, which their roots verify, `DATA` by chunks, or by the block of a chunk and a part of
+it, each with a tag where they cross a network. Their number follows from earlier frames, and they
+are checked by digest.
 
 One side *requests* chunks and the other *serves* them: a fetching client requests, a pushing client
 serves. So the side that has the memory decides which chunks are missing after a broken connection.
@@ -64,6 +65,7 @@ _CHALLENGE = FrameGreeting("challenge", MAGIC, f"{NONCE_BYTES}s")
 _OPEN = struct.Struct(">IQIII32s")  # epoch, step, rank, world, chunk size, root
 _COPY = struct.Struct(">Q32s")
 _RANGE = struct.Struct(">II?")
+_PART = struct.Struct(">QQ")
 _PUSH = struct.Struct(">IQIII32sQ32s?IQQ32s")
 
 
@@ -106,6 +108,7 @@ class TransferFrameKind(IntEnum):
     DONE = 7  # by the holder: all chunks are verified
     REFUSED = 8
     FOUND = 9  # by the holder: it has verified more of what it has itself
+    GET_PART = 10  # by a client that fetches: pieces of one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,22 @@ class GetChunks:
     def from_bytes(cls, data: bytes) -> Self:
         """Return the range in *data*; raises `WireError`."""
         return cls(*_unpack(_RANGE, data))
+
+
+@dataclass(frozen=True, slots=True)
+class GetPart:
+    """The bytes from *begin* up to *end*: whole pieces of one chunk."""
+
+    begin: int
+    end: int
+
+    def to_bytes(self) -> bytes:
+        return _PART.pack(self.begin, self.end)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the part in *data*; raises `WireError`."""
+        return cls(*_unpack(_PART, data))
 
 
 def copy_bytes(nbytes: int, root: str) -> bytes:

@@ -50,7 +50,7 @@ class Client:
     def report_difference(self, *_args):
         raise AssertionError
 
-    def restore_from(self, state, epoch, sources, _why, *, roots):
+    def restore_from(self, state, epoch, sources, _why, *, roots, loading_world):
         self.asked = (state, epoch, sources, roots)
 
 

@@ -21,14 +21,13 @@ class Holder:
     def __init__(self, *, error=None, is_coarse=False):
         self.error, self.is_coarse, self.reads = error, is_coarse, []
 
-    def read(self, begin, end):
-        self.reads.append((begin, end))
-        if self.error:
-            raise self.error
-        if self.is_coarse:
-            begin -= begin % CHUNK_BYTES
-            end = min(begin + CHUNK_BYTES, SIZE)
-        return begin, CONTENT[begin:end]
+    def read(self, ranges, put):
+        for begin, end in ranges:
+            self.reads.append((begin, end))
+            if self.error:
+                raise self.error
+            at = begin - begin % CHUNK_BYTES if self.is_coarse else begin
+            put(at, memoryview(CONTENT)[at : at + CHUNK_BYTES if self.is_coarse else end])
 
 
 def image_of(*holders):

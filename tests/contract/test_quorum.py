@@ -30,6 +30,7 @@ from gpuops.control.record import RECORD_KEY
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.process import start_server
 from gpuops.host.clock import SystemClock
+from gpuops.log import NOTICE_LOGGER
 
 
 def children(module):
@@ -206,6 +207,30 @@ def test_an_agent_that_takes_no_part_keeps_the_others_with_it(introduce):
     with server() as process, contextlib.closing(tcp_board(process.port)) as board:
         board.put(RECORD_KEY, b"{}")
         assert all("without a quorum" in why for why in introduce(process.port, 2, nodes_max=3))
+
+
+def test_an_agent_that_waits_alone_says_once_who_has_come(caplog):
+    find_etcd()
+    caplog.set_level("INFO", NOTICE_LOGGER)
+    board, now_s = MemoryControlStore(SystemClock()), [0.0]
+
+    def wait(_seconds):
+        now_s[0] += 5.0
+
+    alone = QuorumFormation(
+        server=board,
+        plan=QuorumPlan(node="n0", limits=GatherLimits(nodes_min=3, nodes_max=3)),
+        address="127.0.0.1",
+        run_key=RUN_KEY,
+        token=TOKEN,
+        introduction=lambda: board,
+        wait=wait,
+        now_s=lambda: now_s[0],
+    )
+
+    assert alone.run() == "only 1 of 3 nodes came within 600 s"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 of at least 3 nodes came so far: n0; waiting for the")
 
 
 def test_whoever_cannot_reach_the_members_begins_no_second_run():

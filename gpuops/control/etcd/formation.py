@@ -210,7 +210,7 @@ class QuorumFormation:
             why = "an agent of this run holds it there already, without a quorum"
             return replace(state, phase=QuorumPhase.OFF, why=why)
         limits, candidates = self.plan.limits, self._candidates(f"{state.number}")
-        self._show_who_is_missing([candidate.node for candidate in candidates])
+        self._show_who_is_missing(state, [candidate.node for candidate in candidates])
         wait_s = limits.wait_s(len(candidates))
         return quorum.after_gathering(
             state,
@@ -220,9 +220,9 @@ class QuorumFormation:
             waited_s=self._seconds_with("waited", (state.number, wait_s)),
         )
 
-    def _show_who_is_missing(self, nodes: list[str]) -> None:
+    def _show_who_is_missing(self, state: QuorumState, nodes: list[str]) -> None:
         """Tell the user, once and on one node, which *nodes* have come so far."""
-        waited_s, limits = self._seconds_with("arrivals", None), self.plan.limits
+        waited_s, limits = self._seconds_with("arrivals", state.number), self.plan.limits
         is_late = waited_s >= WAIT_NOTICE_S and len(nodes) < limits.nodes_max
         if is_late and self.plan.node == min(nodes) and not self._has_shown:
             self._has_shown = True

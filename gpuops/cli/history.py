@@ -124,10 +124,16 @@ def _read_breakdown(
         last_event_us = run_queries.last_event_us(connection, run.id)
         decisions = run_queries.decisions(connection, run.id)
         exclusions = run_queries.exclusions(connection, run.id)
+        starts = run_queries.events(connection, run_id=run.id, kind="checkpoint.fresh_start")
     found = break_down_run(
         run, attempts, incidents, last_event_us=last_event_us, agent=_agent_liveness(run, run_dir)
     )
-    return replace(found, decisions=tuple(decisions), exclusions=tuple(exclusions))
+    return replace(
+        found,
+        decisions=tuple(decisions),
+        exclusions=tuple(exclusions),
+        fresh_starts={each.attempt or 0: str(each.payload.get("why")) for each in starts},
+    )
 
 
 def _agent_liveness(run: run_queries.RunRow, run_dir: Path | None) -> AgentLiveness:

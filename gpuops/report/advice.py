@@ -61,6 +61,15 @@ def _redone(breakdown: RunBreakdown) -> list[str]:
     from_scratch = [attempt for attempt in again if attempt.restarted_from_scratch]
     if from_scratch:
         first = from_scratch[0].row
+        why = breakdown.fresh_starts.get(first.ordinal)
+        if why is not None:
+            return [
+                (
+                    f"{steps} made a second time, in {took}, because the Checkpointer of attempt"
+                    f" {first.ordinal} had nothing to load: {why}; save earlier or more often"
+                    " (every=), and to a directory (--ckpt-dir)"
+                )
+            ]
         return [
             (
                 f"{steps} made a second time because attempt {first.ordinal} began again"

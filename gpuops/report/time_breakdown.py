@@ -17,7 +17,7 @@ incident. Unknown time (no step numbers, no heartbeats, no end on record) is a s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gpuops.model import ActionKind, Incident
@@ -110,7 +110,10 @@ class AttemptBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBreakdown:
-    """A run with its time breakdown. The spans are contiguous from ``start_us`` to ``end_us``."""
+    """A run with its time breakdown. The spans are contiguous from ``start_us`` to ``end_us``.
+
+    ``fresh_starts``: by attempt, why its Checkpointer had no state to load.
+    """
 
     run: RunRow
     attempts: tuple[AttemptBreakdown, ...]
@@ -121,6 +124,7 @@ class RunBreakdown:
     agent: AgentLiveness = AgentLiveness.UNKNOWN
     decisions: tuple[DecisionRow, ...] = ()
     exclusions: tuple[ExclusionRow, ...] = ()
+    fresh_starts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def wall_s(self) -> float:

@@ -100,6 +100,7 @@ def undisturbed(tmp_path_factory):
         run.finished()
         assert run.payloads("checkpoint.restored") == []
         assert problems(run.lines(), STEPS) == []
+        assert run.said().count("the Checkpointer starts at step 0: no state is in memory, ") == 1
         return run.weights()
 
 

@@ -12,6 +12,7 @@ from gpuops.agent.checkpoint.api import FinalFlush, StartedKeeper
 from gpuops.agent.checkpoint.keeper_events import (
     ALIKE,
     APART,
+    FRESH_START,
     RESTORED,
     KeeperEvent,
     SaveCounter,
@@ -101,6 +102,8 @@ class CheckpointRecord:
             self._replicas(event)
             if event.kind in _TROUBLE:
                 self._trouble(event)
+            elif event.kind == FRESH_START:
+                self._show_start(f"the Checkpointer starts at step 0: {event.why}")
             elif event.kind == "persisted":
                 self._warned.pop("persist_failed", None)
         self._record_loads([event for event in events if event.kind == RESTORED])
@@ -146,9 +149,14 @@ class CheckpointRecord:
             return
         self._step_tracker.loaded(found.state.step)
         self._journal.resumed(found.to_text(), found.longest_s)
-        if len(found.tiers) >= self._n_ranks and not self._has_shown:
+        if len(found.tiers) >= self._n_ranks:
+            self._show_start(found.to_text())
+
+    def _show_start(self, text: str) -> None:
+        """Tell the user what the workers start with, once in a generation."""
+        if not self._has_shown:
             self._has_shown = True
-            self._say_news(found.to_text())
+            self._say_news(text)
 
     def _replicas(self, event: KeeperEvent) -> None:
         """Report replicas that differ; training continues."""

@@ -110,6 +110,9 @@ class RestoreFinder:
             error = exc
         table.unpin(pin)
         group.is_searching = False
+        if result is not None and result.selected is None and not result.why:
+            elsewhere = f"nor in {directory}" if directory else "and no directory is set"
+            result.add_reason(f"no state is in memory, {elsewhere}")
         if result is not None and result.selected is not None:
             selected = result.selected
             result.selected = replace(selected, fetched=(*selected.fetched, borrowed))
@@ -252,7 +255,7 @@ class RestoreFinder:
             state=point.state if point else None,
             tier=point.tier.value if point else None,
             epoch=epoch,
-            why=list(why),
+            why="; ".join(why),
         )
         self.on_found(state)
 

@@ -91,6 +91,16 @@ def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
     assert desk.pace.base_step == 44
 
 
+def test_a_start_without_a_state_is_shown_once_with_its_reason(desk):
+    why = "no state is in memory, and no directory is set"
+    for _ in range(2):
+        desk.keeper.told.append({"kind": "fresh_start", "why": why})
+        desk.hear()
+
+    assert desk.news == [f"the Checkpointer starts at step 0: {why}"]
+    assert [payload["why"] for payload in desk.of("checkpoint.fresh_start")] == [why] * 2
+
+
 def test_the_decision_learns_what_is_safe(desk):
     desk.record.newest(StateId(0, 30), is_new=True)
     desk.record.newest(StateId(1, 8), is_new=True)

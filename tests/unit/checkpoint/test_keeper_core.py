@@ -452,7 +452,9 @@ def test_what_memory_holds_is_counted_before_it_is_taken():
     # Nothing is taken yet, and two slots are promised: the other two do not fit by one byte.
     with pytest.raises(KeeperError, match=r"rank 1 do not fit.*reserved for other slots"):
         node.core.reserve(node.posts[1], layouts[1].header_hash, nbytes, 2)
-    assert [e["kind"] for e in node.core.events.take(10**6)] == ["fresh_start", "refused"]
+    start, refused = node.core.events.take(10**6)
+    assert (start["kind"], refused["kind"]) == ("fresh_start", "refused")
+    assert start["why"] == "no state is in memory, and no directory is set"
     node.jobs.do("populate")
     available[0] = 2 * nbytes + SYSTEM_RESERVE_BYTES
     node.core.reserve(node.posts[1], layouts[1].header_hash, nbytes, 2)

@@ -85,6 +85,14 @@ def test_a_run_without_a_checkpoint_is_told_so_plainly():
     assert "25.0 s" in first
 
 
+def test_a_job_with_a_checkpointer_is_told_why_it_had_nothing_to_load():
+    why = "no state is in memory, and no directory is set"
+    (first, *_) = advice(replace(break_down_run(*a_killed_run()), fresh_starts={0: "", 1: why}))
+
+    assert f"because the Checkpointer of attempt 1 had nothing to load: {why}; save ear" in first
+    assert "loads no checkpoint" not in first
+
+
 def test_one_step_is_one_step():
     found = break_down_run(*a_killed_run())
     one = [replace(item, redone_steps=item.redone_steps and 1) for item in found.attempts]

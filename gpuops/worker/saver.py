@@ -51,6 +51,7 @@ class CheckpointSaver:
         self._is_first_local_rank = ranks.local_rank == 0
         self.session = KeeperSession(connect, is_rank_zero=self.is_rank_zero, clock_s=clock_s)
         self.last_step: int | None = None
+        self._named_step = self._n_steps = 0  # that `prepare` was given; how many so far
         self._capturer = StateCapturer(
             adapters,
             Shard(ranks.rank, ranks.world),
@@ -92,7 +93,9 @@ class CheckpointSaver:
         return self.session.reconnect(within_s)
 
     def prepare(self, step: int) -> None:
-        """Reserve memory if there is none: any grant needs that of all ranks of the node."""
+        """Count *step*; reserve memory if there is none: a grant needs that of all local ranks."""
+        self._n_steps += step != self._named_step
+        self._named_step = step
         if self._copier is None and self.session.is_on():
             self._run_guarded(
                 lambda keeper: self._reserve(keeper, self._capturer.capture(step).plan, step)
@@ -191,7 +194,7 @@ class CheckpointSaver:
         }
 
     def _save(self, keeper: RankKeeperClient, step: int, asks_keeper: bool, overlap: bool) -> None:
-        reply = keeper.acquire(step) if asks_keeper else None
+        reply = keeper.acquire(step, n_steps=self._n_steps) if asks_keeper else None
         if isinstance(reply, Skipped):
             self._on_skipped(keeper, reply, step)
             return
@@ -209,7 +212,7 @@ class CheckpointSaver:
                 # Another rank of this node may not have reserved yet, and all would be refused.
                 self._stats.skip_reserved("memory was reserved at this step", self._changed_names)
                 return
-            reply = keeper.acquire(step)
+            reply = keeper.acquire(step, n_steps=self._n_steps)
         if isinstance(reply, Skipped):
             self._on_skipped(keeper, reply, step)
         elif not is_known and asks_keeper:

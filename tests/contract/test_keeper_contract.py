@@ -237,6 +237,14 @@ def test_nothing_is_due_before_its_time(node):
         assert not answer.is_due
 
 
+def test_ranks_that_count_steps_differently_are_named(node):
+    ranks = crew(node)
+    ranks[0].keeper.acquire(3, n_steps=3)
+    ranks[1].keeper.acquire(4, n_steps=3)
+
+    assert "ranks count steps differently: step 3 of rank 0 is" in ranks[0].keeper.stats()["notice"]
+
+
 def test_the_last_step_is_saved_before_its_time(node):
     ranks = crew(node, every_s=1000.0)
     save_all(ranks, 1)

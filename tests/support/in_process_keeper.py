@@ -159,9 +159,9 @@ class InProcessKeeper:
 
         return self._run(do)
 
-    def acquire(self, step: int, *, is_last: bool = False) -> Lease | Skipped:
+    def acquire(self, step: int, *, n_steps: int = 0, is_last: bool = False) -> Lease | Skipped:
         def do(core: KeeperCore) -> Lease | Skipped:
-            answer = core.acquire(self._rank_info, step, is_last=is_last)
+            answer = core.acquire(self._rank_info, step, n_steps=n_steps, is_last=is_last)
             if isinstance(answer, Skipped):
                 return answer
             notice = core.notice_for(self._rank_info)

@@ -24,7 +24,7 @@ SECONDS_MAX = 4e9
 RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
 WHOLE, REPLICATED = "whole", "replicated"
-FRESH_START = "fresh_start"
+FRESH_START, STEPS_DIFFER = "fresh_start", "steps_differ"
 DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
 _TIER_NAMES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
 # The severities of events that are recorded one by one; the others are counted.
@@ -41,6 +41,7 @@ _SEVERITIES = {
     "cannot_offer": Severity.ERROR,
     DIFFER: Severity.ERROR,
     APART: Severity.WARNING,
+    STEPS_DIFFER: Severity.WARNING,
 }
 
 

@@ -14,6 +14,7 @@ from gpuops.agent.checkpoint.keeper_events import (
     APART,
     FRESH_START,
     RESTORED,
+    STEPS_DIFFER,
     KeeperEvent,
     SaveCounter,
     is_counted,
@@ -165,7 +166,7 @@ class CheckpointRecord:
             self._journal.replicas_differ(found)
             where = f"gpuops runbook {FailureClass.REPLICAS_DIFFER.value}"
             self._warn(f"replicas of the training state differ: {found.description}; {where}")
-        elif event.kind == APART and event.why is not None:
+        elif event.kind in {APART, STEPS_DIFFER} and event.why is not None:
             self._warn(event.why)
         elif event.kind == ALIKE and event.state is not None and event.ranks is not None:
             self._journal.replicas_alike(event.ranks, event.state.step)

@@ -200,10 +200,16 @@ class KeeperCore:
         return pool
 
     def acquire(
-        self, rank_info: RankInfo, step: int, *, is_last: bool = False
+        self, rank_info: RankInfo, step: int, *, n_steps: int = 0, is_last: bool = False
     ) -> SlotLease | Skipped:
-        """Decide whether the rank copies its state now."""
+        """Decide whether the rank copies its state now.
+
+        *n_steps*: see `RankGroup.compare_steps`.
+        """
         assert self.group is not None
+        if why := self.group.compare_steps(rank_info.shard.rank, step, n_steps):
+            self.replica_checker.notice = why
+            self.events.add("steps_differ", why=why)
         table = self.memory.buffer_table
         self.done_reading(rank_info)
         if table.epoch is None:

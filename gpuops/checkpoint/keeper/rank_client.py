@@ -133,18 +133,24 @@ class RankKeeperClient:
         self._slot_numbers = reserved.slots
         return ReservedMemory(buffers[:-1], buffers[-1])
 
-    def acquire(self, step: int, *, is_last: bool = False) -> Lease | Skipped:
+    def acquire(self, step: int, *, n_steps: int = 0, is_last: bool = False) -> Lease | Skipped:
         """Return whether this rank copies at *step*; the same for all ranks of the node.
 
         It takes `FAST_CALL_S` seconds at most: a keeper that has not answered by then (`NO_ANSWER`)
         is not awaited again until it has. The first rank that asks decides for all. Steps ascend; a
         step that is not after the last decided one is skipped. *is_last*: no step follows; it may
-        be requested again until there is a free slot.
+        be requested again until there is a free slot. *n_steps*: how many steps this rank has
+        named so far, to be compared with the other ranks; 0: not compared.
         """
         try:
             self._handle_late_reply()
             decision = self._connection.call_within(
-                SaveDecision, "begin", wait_s=FAST_CALL_S, step=step, is_last=is_last
+                SaveDecision,
+                "begin",
+                wait_s=FAST_CALL_S,
+                step=step,
+                n_steps=n_steps,
+                is_last=is_last,
             )
         except KeeperTimeoutError:
             return Skipped(NO_ANSWER)

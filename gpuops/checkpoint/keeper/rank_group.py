@@ -85,6 +85,8 @@ class RankGroup:
     copies_all_why: str = ""
     is_searched_again: bool = False
     rejected: dict[StateId, str] = field(default_factory=dict)
+    _steps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _has_compared_steps: bool = False
 
     def accepts(
         self, rank_info: RankInfo, connection: ClientConnection, *, is_back: bool = False
@@ -145,6 +147,28 @@ class RankGroup:
             return f"other ranks of this node have gone on to step {decided.step}"
         has_left = not is_reserved and self.gone and now_s - self.gone_s > RETURN_S
         return f"local rank {min(self.gone)} has left" if has_left else ""
+
+    def compare_steps(self, rank: int, step: int, n_steps: int) -> str:
+        """Return, once, that *rank* counts steps differently from another rank, "" otherwise.
+
+        *step* is the *n_steps*-th that it gives to `Checkpointer.step`; 0: it did not say.
+        """
+        if not n_steps or self._has_compared_steps:
+            return ""
+        self._steps[rank] = (n_steps, step)
+        for other, (n_other, other_step) in self._steps.items():
+            if (n_steps == n_other) != (step == other_step):
+                self._has_compared_steps = True
+                first, second = (
+                    f"step {self._steps[each][0]} of rank {each} is "
+                    f"Checkpointer.step({self._steps[each][1]})"
+                    for each in sorted((rank, other))
+                )
+                return (
+                    f"ranks count steps differently: {first}, {second}, so their states are mixed "
+                    "or not saved; pass the same number on all ranks"
+                )
+        return ""
 
     def mark_restored(self, local_rank: int) -> None:
         """Record that a rank has finished loading; release fetched memory after the last one."""

@@ -233,8 +233,10 @@ class KeeperRequests:
         session.fds.append(duplicate_fd(pool.stamp, writable=True))
         return ReservedSlots(tuple(numbers))
 
-    def _acquire(self, rank_info: RankInfo, step: Step, *, is_last: bool = False) -> SaveDecision:
-        decided = self._core.acquire(rank_info, step, is_last=is_last)
+    def _acquire(
+        self, rank_info: RankInfo, step: Step, *, n_steps: Count = 0, is_last: bool = False
+    ) -> SaveDecision:
+        decided = self._core.acquire(rank_info, step, n_steps=n_steps, is_last=is_last)
         if isinstance(decided, Skipped):
             return SaveDecision(skipped=decided)
         notice = self._core.notice_for(rank_info)

@@ -439,6 +439,30 @@ def test_a_begin_before_anybody_asked_finds_out_by_itself_and_does_not_wait(node
     assert node.core.group.result is not None
 
 
+@pytest.mark.parametrize(
+    "second", [(11, 10), (10, 9)], ids=["another step in the same call", "the same step later"]
+)
+def test_ranks_that_count_steps_differently_are_named_once(second):
+    node = Node()
+    node.start()
+    for _ in range(2):
+        node.core.acquire(node.posts[0], 10, n_steps=10)
+        node.core.acquire(node.posts[1], second[0], n_steps=second[1])
+
+    (why,) = [e["why"] for e in node.core.events.take(10**6) if e["kind"] == "steps_differ"]
+    assert why.startswith("ranks count steps differently: step 10 of rank 0 is ")
+    assert f"step {second[1]} of rank 1 is Checkpointer.step({second[0]})" in why
+
+
+def test_ranks_that_count_alike_may_be_apart():
+    node = Node()
+    node.start()
+    for rank, step, n_steps in ((0, 10, 1), (0, 20, 2), (1, 10, 1), (1, 20, 2), (1, 7, 0)):
+        node.core.acquire(node.posts[rank], step, n_steps=n_steps)
+
+    assert "steps_differ" not in {event["kind"] for event in node.core.events.take(10**6)}
+
+
 def test_what_memory_holds_is_counted_before_it_is_taken():
     nbytes = layout_of(0, 2).nbytes
     available = [4 * nbytes + SYSTEM_RESERVE_BYTES - 1]

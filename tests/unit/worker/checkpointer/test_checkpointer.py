@@ -906,6 +906,8 @@ def test_a_copy_that_fails_is_abandoned_and_the_state_before_stays(node):
 
 
 def test_a_skip_is_counted_with_its_reason_and_nothing_waits(node):
+    counts = []
+
     class Busy:
         def __init__(self, keeper):
             self.keeper = keeper
@@ -913,8 +915,9 @@ def test_a_skip_is_counted_with_its_reason_and_nothing_waits(node):
         def __getattr__(self, name):
             return getattr(self.keeper, name)
 
-        def acquire(self, step):
-            return Skipped("no slot is free") if step % 2 else self.keeper.acquire(step)
+        def acquire(self, step, **more):
+            counts.append(more["n_steps"])
+            return Skipped("no slot is free") if step % 2 else self.keeper.acquire(step, **more)
 
     with Checkpointer(model=nn.Linear(1, 1), every=1, keeper=Busy(node.connect())) as ck:
         ck.restore()
@@ -922,6 +925,7 @@ def test_a_skip_is_counted_with_its_reason_and_nothing_waits(node):
             ck.step(step)
         assert ck.stats["saved"] == 2
         assert ck.stats["skipped"] == {"no slot is free": 2}
+        assert counts == [1, 2, 3, 4]
 
 
 class BrokenOffError(Exception):

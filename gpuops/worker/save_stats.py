@@ -69,22 +69,21 @@ class SaveStats:
             )
 
     def torn(self, step: int, written: Sequence[str]) -> None:
-        """Record that tensors were *written* while they were copied, so that the copy is void."""
+        """Record that tensors were *written* while they were copied, so that the copy is void.
+
+        The first time it is logged.
+        """
         self.skip("tensors were written while they were copied")
         self._n_torn += 1
-        later = (
-            "write before step(), or in the optimizer's step"
-            if self.may_overlap
-            else "the next copies are made while the training waits for them"
-        )
-        _log.warning(
-            "the state after step %d is not saved: %s changed while it was copied, before the next "
-            "step of an optimizer (max_norm, clamping, train() of an optimizer, merged adapters); "
-            "%s",
-            step,
-            some_names(written),
-            later,
-        )
+        if self._n_torn == 1:
+            _log.warning(
+                "the state after step %d is not saved: %s changed while it was copied, before the "
+                "next step of an optimizer (max_norm, clamping, train() of an optimizer, merged "
+                "adapters); if that happens again, the training waits for each copy from then on: "
+                "to avoid it, write before step(), or in the optimizer's step",
+                step,
+                some_names(written),
+            )
 
     def warn_once(self, text: str) -> None:
         if text not in self._warned:

@@ -168,7 +168,7 @@ def state_text(
         f"by       {wrote}, attempt {manifest.generation}",
         f"pinned   {', '.join(stored.tags) or 'no'}",
         f"size     {format_bytes(manifest.nbytes)} in {manifest.world} shards",
-        f"tensors  {len(tensors)}, {format_bytes(n_bytes)} without copies",
+        f"tensors  {len(tensors)}, {format_bytes(n_bytes)}; what ranks hold alike counts once",
         *(() if chosen is None else _chosen_text(chosen)),
         "",
     ]
@@ -181,10 +181,9 @@ def state_text(
     lines += [*_omitted(len(manifest.shards) - len(records), "shards"), ""]
     shown = list(tensors.values())[: None if all_tensors else TENSORS_SHOWN]
     cells = [
-        (t.dtype, _shape(t), format_bytes(t.nbytes), t.sharding, str(t.n_copies), t.name)
-        for t in shown
+        (t.dtype, _shape(t), format_bytes(t.nbytes), t.sharding, _holders(t), t.name) for t in shown
     ]
-    head = ("dtype", "shape", "size", "sharding", "copies", "tensor")
+    head = ("dtype", "shape", "size", "sharding", "held by", "tensor")
     lines += [
         table(head, cells, width=WIDTH_UNLIMITED),
         *_omitted(len(tensors) - len(shown), "tensors"),
@@ -222,6 +221,11 @@ def _chosen_text(chosen: ChosenInterval) -> tuple[str, ...]:
 
 def _shape(tensor: StoredTensor) -> str:
     return " x ".join(map(str, tensor.shape)) or "scalar"
+
+
+def _holders(tensor: StoredTensor) -> str:
+    """Return how many ranks hold the same part of *tensor*."""
+    return "1 rank" if tensor.n_copies == 1 else f"{tensor.n_copies} ranks"
 
 
 def _omitted(n_left: int, what: str) -> list[str]:

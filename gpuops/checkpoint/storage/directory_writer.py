@@ -245,10 +245,11 @@ class DirectoryWriter:
         shards = [record.shard for record in manifest.shards]
         expected_names = {MANIFEST, *(shard.file_name for shard in shards)}
         expected_names |= {pieces_file_name(shard) for shard in shards}
-        for name in list_names(self._folder):
-            if name not in expected_names:
-                os.unlink(name, dir_fd=self._folder)
-        os.fsync(self._folder)
+        leftovers = [name for name in list_names(self._folder) if name not in expected_names]
+        for name in leftovers:
+            os.unlink(name, dir_fd=self._folder)
+        if leftovers:  # each sync takes milliseconds, in which the state is not there yet
+            os.fsync(self._folder)
 
     def _publish(self, manifest: Manifest) -> bool:
         final = self._state.name

@@ -115,6 +115,7 @@ _WRITE_BYTES = 16 * 2**20
 _LEASE_S = 60.0
 _READ_BACK_TIMEOUT_S = 600.0
 _POLL_S = 0.02
+_KEEPER_CALL_S = 1.0
 
 
 class BenchError(CheckpointError):
@@ -227,12 +228,19 @@ class GpuopsSaver(BenchSaver):
         if self.checkpointer.restore():
             raise BenchError(f"{folder} is not empty")
         self._step = 0
+        self._next_call_s = 0.0
 
     def save(self, step: int, /) -> None:
-        self._step = step
+        self._step, self._next_call_s = step, 0.0
         self.checkpointer.step(step)
 
     def is_done(self) -> bool:
+        # The keeper's answers would slow the training that is measured: until the state is in its
+        # directory they come as often as to an agent.
+        is_there = any(self.directory.glob(f"step-{self._step:012}.e?????"))
+        if not is_there and time.monotonic() < self._next_call_s:
+            return False
+        self._next_call_s = time.monotonic() + _KEEPER_CALL_S
         stats = self._agent_client.stats()
         if stats.get("persist_trouble"):
             raise BenchError(f"step {self._step} was not persisted: {stats['persist_trouble']}")

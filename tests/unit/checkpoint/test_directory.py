@@ -395,6 +395,8 @@ def test_directories_that_are_made_are_made_to_last(tmp_path, pair, monkeypatch)
     persist(DirectoryStore(tmp_path / "a" / "b"), STATE, pair, origin=ORIGIN)
 
     assert synced.index(str(tmp_path)) < synced.index(str(tmp_path / "a"))
+    # The folder of the state once, with all of its names.
+    assert len([path for path in synced if Path(path).name.startswith(STATE.name)]) == 1
 
 
 def test_committing_removes_what_the_session_left_of_older_states(store, root, pair):

@@ -45,6 +45,7 @@ from gpuops.checkpoint.types import (
 )
 from gpuops.host.clock import SystemClock
 from gpuops.worker.bench.savers import BenchError, connect_only_rank, start_keeper
+from gpuops.worker.map_ahead import MappedImages
 
 _CONTROL_EVERY = 16
 _DEADLINE_S = 60.0
@@ -150,7 +151,12 @@ class _HeldImage:
         )
 
     def offers_memory_copy(self) -> bool:
-        """Say whether the keeper offers the copy in memory and a worker finds it intact."""
+        """Say whether the keeper offers the copy in memory and a worker finds it intact.
+
+        The worker has mapped it before, as under ``gpuops run``.
+        """
+        mapped = MappedImages(self._socket, rank=0, world=1)
+        mapped.wait()
         keeper = connect_only_rank(self._socket)
         try:
             keeper.set_policy(self._policy)
@@ -159,12 +165,16 @@ class _HeldImage:
                 return False
             image = keeper.open_shard(offer, self.image.layout.shard)
             assert isinstance(image, HashedImage)
+            memory = mapped.take(image)
+            assert memory is not None
+            image.copy_from(memory)
             with image, suppress(CorruptError):
                 image.ensure([(0, image.nbytes)])
                 return True
             return False
         finally:
             keeper.close()
+            mapped.close()
 
     def close(self) -> None:
         """End the keeper."""

@@ -225,14 +225,15 @@ class Leader:
     def _is_refresh_due(self, record: ControlRecord, now_ns: int) -> bool:
         """Say whether this agent has to read all heartbeats now.
 
-        Standbys do at each heartbeat in a passing phase, less often while workers run.
+        Standbys do at each heartbeat in a passing phase, less often while workers run. The leader
+        does at each: when what its extensions process changes, heartbeats come more often.
         """
         position = self._position() or 0
         if position >= N_WATCHING:
             return self._is_stuck(record, now_ns)
         if position >= N_STANDBYS:
             refresh_s = WATCHING_REFRESH_S
-        elif record.phase is not RunPhase.RUN:
+        elif record.phase is not RunPhase.RUN or self.is_leader:
             return True
         else:
             refresh_s = REFRESH_S if position <= 1 else STANDBY_REFRESH_S

@@ -74,7 +74,8 @@ class AgentCallbacks:
     for workers whose generation has ended long ago. ``running_generation`` returns the generation
     that has workers here. ``heartbeat_payload`` returns what peers are to know of them; it must not
     block. ``on_store_silent`` and ``on_store_back`` get for how long the store has not answered.
-    ``on_heartbeats`` gets all heartbeats while ``wants_heartbeats`` returns true.
+    ``on_heartbeats`` gets all heartbeats while ``wants_heartbeats`` returns true. ``hold_s``
+    returns the seconds between two heartbeats while workers run, at most `HOLD_S`.
     """
 
     on_fence: Callable[[float], None] = _ignore
@@ -84,6 +85,7 @@ class AgentCallbacks:
     on_store_back: Callable[[float], None] = _ignore
     wants_heartbeats: Callable[[], bool] = _never
     on_heartbeats: Callable[[Mapping[str, Entry]], None] = _ignore
+    hold_s: Callable[[], float] = lambda: HOLD_S
 
 
 class ControlThreads:
@@ -165,7 +167,7 @@ class ControlThreads:
             self._stopping.wait(RETRY_S)
             return
         is_hurried = self._is_candidate and self._client.record.phase in _FAST_PHASES
-        self.send_heartbeat(FAST_HOLD_S if is_hurried else HOLD_S)
+        self.send_heartbeat(FAST_HOLD_S if is_hurried else self._callbacks.hold_s())
         self._heartbeat_done.set()
 
     def _coordinate_after_heartbeat(self) -> None:

@@ -342,6 +342,8 @@ class Player:
 class World:
     """Everybody and the clock. *decide* stands for the policy."""
 
+    turn_s = 0.25
+
     def __init__(
         self,
         terms: RestartPolicy,
@@ -380,12 +382,12 @@ class World:
         return self._agents
 
     def pass_time(self, seconds):
-        for _ in range(round(seconds / 0.25)):
+        for _ in range(round(seconds / self.turn_s)):
             self.run_once()
 
-    def run_once(self, seconds=0.25):
+    def run_once(self, seconds=None):
         """Let everybody act once, *seconds* later."""
-        self.clock.advance(seconds)
+        self.clock.advance(seconds or self.turn_s)
         for at_ns, key, version in self.removals:
             if at_ns <= self.clock.mono_ns() and self.store.get(key).version == version:
                 self.store.delete(key)

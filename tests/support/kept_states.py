@@ -170,7 +170,7 @@ class Keeper:
     # What happens in it.
 
     def later(self, act, least_s=0.0):
-        at_s = self.world.now_s() + least_s + self.world.rng.uniform(0.05, 1.5)
+        at_s = self.world.now_s() + least_s + self.world.rng.uniform(*self.world.transit_s)
         self.due.append((at_s, act))
 
     def act(self):
@@ -300,6 +300,8 @@ class Saver(Player):
 class SavingWorld(World):
     """Everybody, the steps that all make together, and what must hold at any time."""
 
+    transit_s = (0.05, 1.5)  # what verifying a state takes, and copying it
+
     def __init__(
         self,
         terms,
@@ -391,7 +393,7 @@ class SavingWorld(World):
         if seated[0].keeper.ends_s is not None:
             self._end(seated)
             return
-        for _ in range(max(1, round(0.25 / self.step_s))):
+        for _ in range(max(1, round(self.turn_s / self.step_s))):
             self.step += 1
             for player in self.rng.sample(seated, len(seated)):
                 player.keeper.step(self.step)

@@ -8,7 +8,8 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
   `CheckpointService`.
 * `api`: `CheckpointService`, which the agent calls; the base class keeps nothing.
 * `keeper_supervisor`, `keeper_restarts`: the keeper process: started, polled, replaced, ended.
-* `follower`, `final_commit`: this node's part in the agreement; `leader`: the leader's part.
+* `follower`, `final_commit`: this node's part in the agreement; `leader`: the leader's part;
+  `exchange`: how often they exchange what they know.
 * `rules`, `generation_plan`, `replica_check`: the rules, as pure functions.
 * `sources`: which nodes have which shards of the state to load, in keys of their own.
 * `messages`: the messages in the control store, bounded and validated.

@@ -7,6 +7,7 @@ from gpuops.agent.status.state import CheckpointState
 from gpuops.checkpoint.keeper.agent_client import KeeperClient
 from gpuops.checkpoint.types import StateId
 from gpuops.control.record import Roster
+from gpuops.control.threads import HOLD_S
 from gpuops.model import Json
 from gpuops.units import format_seconds
 
@@ -108,6 +109,10 @@ class CheckpointService:
     def node_status(self) -> Json | None:
         """Return this node's status for a heartbeat, None where no script saves; never waits."""
         return None
+
+    def exchange_s(self) -> float:
+        """Return the seconds between two such heartbeats; never waits."""
+        return HOLD_S
 
     def settle(self, within_s: float) -> None:
         """Wait until the last saved state is committed and persistent on all nodes.

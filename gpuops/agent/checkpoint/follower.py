@@ -1,14 +1,15 @@
 """One node's part in the agreement on checkpoints between nodes.
 
 Each heartbeat carries the status of this node's keeper; the keeper carries out what was agreed on.
-The control store is read once a second, in the keeper's thread, and only while a script saves. A
-store that does not answer delays commits, and nothing else.
+The control store is read in the keeper's thread, and only while a script saves: as often as
+`ExchangeRhythm` says. A store that does not answer delays commits, and nothing else.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
+from gpuops.agent.checkpoint.exchange import ExchangeRhythm
 from gpuops.agent.checkpoint.leader import commit_record_of, generation_plan_of, restore_plan_in
 from gpuops.agent.checkpoint.messages import (
     CommitRecord,
@@ -20,7 +21,7 @@ from gpuops.agent.checkpoint.messages import (
     held_states,
 )
 from gpuops.agent.checkpoint.replica_check import ReplicaDifferenceReporter
-from gpuops.agent.checkpoint.sources import try_read_sources
+from gpuops.agent.checkpoint.sources import keeper_sources, try_read_sources
 from gpuops.agent.checkpoint.stored_states import StoredStatesLookup
 from gpuops.checkpoint.agreement.progress import KeeperProgress
 from gpuops.checkpoint.agreement.recovery import RestorePlan
@@ -30,6 +31,7 @@ from gpuops.checkpoint.placement.domains import DomainPath
 from gpuops.checkpoint.types import KeeperAddress, Shard, StateId
 from gpuops.control.record import ControlKeys, Member, RecordError, Roster
 from gpuops.control.store import ControlStore, ControlStoreError
+from gpuops.control.threads import HOLD_S
 from gpuops.model import Json
 from gpuops.wire.messages import MessageFormatError
 
@@ -99,6 +101,7 @@ class CommitFollower:
         self._previous: tuple[_Generation | None, int | None] = (None, None)
         self._difference_reporter = ReplicaDifferenceReporter(location.me)
         self._status: Json | None = None
+        self._rhythm = ExchangeRhythm()
         self.agreed = CommitRecord()
         self._epoch_max = -1
         self._port: int | None = None
@@ -125,6 +128,12 @@ class CommitFollower:
         """Return whether ranks wait for the decision which state to load."""
         now = self._current
         return now is not None and not now.is_restore_set and self._status is not None
+
+    @property
+    def exchange_s(self) -> float:
+        """Return the seconds between two exchanges with the other nodes, by the control store."""
+        now = self._current
+        return HOLD_S if now is None else self._rhythm.every_s(len(now.roster.members))
 
     @property
     def is_first(self) -> bool:
@@ -282,9 +291,9 @@ class CommitFollower:
         incomplete = {progress.in_flight, *progress.whole} - {None, progress.newest}
         newest = progress.newest or _NONE
         self.is_uncommitted = any(state is not None and state > newest for state in incomplete)
-        self._status = self._node_status(
-            now, progress, status.persist_pieces, wants=wants
-        ).to_json()
+        found = self._node_status(now, progress, status.persist_pieces, wants=wants)
+        self._status = found.to_json()
+        self._rhythm.observe(found)
 
     def _update_trouble(self, status: KeeperStatus) -> None:
         failed = status.persist_failed
@@ -360,12 +369,8 @@ class CommitFollower:
     def _seal(
         self, client: KeeperClient, now: _Generation, record: CommitRecord, progress: KeeperProgress
     ) -> None:
-        sealed = record.sealed
-        if (
-            sealed is None
-            or record.sealer != self._location.me.node
-            or sealed not in progress.parts
-        ):
+        sealed, is_ours = record.sealed, record.sealer == self._location.me.node
+        if sealed is None or not is_ours or sealed not in progress.parts:
             return
         if max(progress.persisted or _NONE, record.persisted or _NONE) >= sealed:
             now.seal_polls = 0
@@ -378,11 +383,7 @@ class CommitFollower:
         peers = _peers(now.plan)
         me, world = self._location.me, restore.world
         wanted = now.roster.ranks(me.agent) if world == now.roster.world_size else range(world)
-        sources = {}
-        for rank in sorted(restore.sources.keys() & set(wanted)):
-            nodes = [node for node in restore.sources[rank] if node in peers and node != me.node]
-            if nodes:
-                sources[Shard(rank, world)] = _rotated([peers[node] for node in nodes], rank)
+        sources = keeper_sources(restore, peers, me.node, wanted)
         roots = {s: restore.roots[s.rank] for s in sources if s.rank in restore.roots}
         client.restore_from(
             restore.state,
@@ -442,12 +443,6 @@ class CommitFollower:
 
 def _peers(plan: GenerationPlan) -> dict[str, KeeperAddress]:
     return {node: KeeperAddress(node, host, port) for node, (host, port) in plan.peers.items()}
-
-
-def _rotated(peers: Sequence[KeeperAddress], number: int) -> list[KeeperAddress]:
-    """Return *peers* beginning at another one for each *number*, to spread the load."""
-    at = number % len(peers) if peers else 0
-    return [*peers[at:], *peers[:at]]
 
 
 _NONE = StateId(0, 0)

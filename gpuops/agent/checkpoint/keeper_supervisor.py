@@ -125,6 +125,9 @@ class KeeperSupervisor(CheckpointService):
     def node_status(self) -> Json | None:
         return None if self._follower is None else self._follower.node_status()
 
+    def exchange_s(self) -> float:
+        return super().exchange_s() if self._follower is None else self._follower.exchange_s
+
     def inventory(self) -> Json | None:
         follower, found, what = self._follower, None, "listing the checkpoints in memory"
         if follower is None:
@@ -346,7 +349,7 @@ class KeeperSupervisor(CheckpointService):
 
     def _wait_s(self) -> float:
         is_waiting = self._follower is not None and self._follower.is_waiting
-        return self._times.hurried_s if is_waiting else self._times.every_s
+        return self._times.hurried_s if is_waiting else min(self._times.every_s, self.exchange_s())
 
     @contextmanager
     def _locked(self, what: str, within_s: float) -> Iterator[bool]:

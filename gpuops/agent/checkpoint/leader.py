@@ -166,7 +166,7 @@ class CommitLeader(LeaderExtension):
         self._commit = commit_record_of(entry)
         if done:
             self._differ = []
-            self._pacer.learn(before, after)
+            self._pacer.learn(before, after, now_s)
             for state in sorted(set(after.dropped) - set(before.dropped)):
                 if state in summary.overdue:
                     self._gave_up(state, why_overdue(summary, state))

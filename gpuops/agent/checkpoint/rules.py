@@ -7,6 +7,7 @@ record is the first argument, and the result replaces it by compare-and-swap.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,8 +23,11 @@ from gpuops.agent.checkpoint.messages import (
 from gpuops.checkpoint.types import StateId
 from gpuops.units import format_seconds
 
-LEAD_S = 3.0  # from reading the heartbeats until all nodes have read the resulting decision
-LEAD_MAX_S = 60.0
+# From reading the heartbeats until all nodes have read the resulting decision: `LEAD_S` until it is
+# measured. What is measured is bounded, since one node may have stood still for once.
+LEAD_S, LEAD_MAX_S = 3.0, 60.0
+MEASURED_S_MIN, MEASURED_S_MAX, N_MEASURED = 0.2, 10.0, 8
+N_STEPS_SEEN = 32
 CALMER = 0.8
 OVERDUE_S = 60.0  # while a state is complete on some nodes only: one of them lost track of it
 # Once it is complete on all nodes only copies are in transit. They take as long as the network
@@ -272,29 +276,37 @@ class SavePacer:
     """Estimates a step that no node has reached by the time all have received a decision.
 
     Nodes receive a decision at different times; if each saved its next step, they would save
-    different ones. So the leader names a step ahead of all of them.
+    different ones. So the leader names a step ahead of all of them: by how long it last took, at
+    most, until all nodes had reported a commit. That is the way there and back, and as old may be
+    the steps that they report.
     """
 
     def __init__(self) -> None:
-        self._lead_s = LEAD_S
-        self._first: tuple[int, float] | None = None
-        self._last: tuple[int, float] | None = None
+        self._measured_s: deque[float] = deque(maxlen=N_MEASURED)
+        self._unreported: tuple[StateId, float] | None = None  # the newest commit, and since when
+        self._factor = 1.0
+        self._raised_at = -1  # the step that was named last, when the factor was raised
+        self._steps: deque[tuple[int, float]] = deque(maxlen=N_STEPS_SEEN)
         self._complete_since_s: dict[StateId, float] = {}
         self._missing_since_s: dict[StateId, float] = {}  # on at least one node
 
     def observe(self, statuses: Mapping[str, NodeStatus], now_s: float, n_nodes: int) -> None:
         """Take in the statuses at *now_s* of those of *n_nodes* that report one."""
         asked = max((w.decided.step for w in statuses.values() if w.decided), default=None)
-        if asked is not None and (self._last is None or asked != self._last[0]):
-            if self._last is not None and asked < self._last[0]:
-                self._first = None  # the job was restarted from an older step
-            self._first = self._first or (asked, now_s)
-            self._last = (asked, now_s)
+        if asked is not None and (not self._steps or asked != self._steps[-1][0]):
+            if self._steps and asked < self._steps[-1][0]:
+                self._steps.clear()  # the job was restarted from an older step
+            self._steps.append((asked, now_s))
         held = {state for w in statuses.values() for state in (*w.whole, *w.replicated)}
         self._complete_since_s = {s: self._complete_since_s.get(s, now_s) for s in held}
         all_have = {
             s for s in held if all(_has_complete(status, s) for status in statuses.values())
         }
+        if self._unreported is not None and len(statuses) >= n_nodes:
+            state, since_s = self._unreported
+            if all(w.newest is not None and w.newest >= state for w in statuses.values()):
+                self._measured_s.append(now_s - since_s)
+                self._unreported = None
         had_s = dict.fromkeys(all_have if len(statuses) >= n_nodes else (), now_s)
         self._missing_since_s = {s: had_s.get(s, self._missing_since_s.get(s, now_s)) for s in held}
 
@@ -308,15 +320,26 @@ class SavePacer:
 
     def next_step(self) -> int | None:
         """Return the step, None where no node has reported one yet."""
-        if self._first is None or self._last is None:
+        if not self._steps:
             return None
-        (first, first_s), (last, last_s) = self._first, self._last
+        (first, first_s), (last, last_s) = self._steps[0], self._steps[-1]
         rate = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
         return last + 1 + math.ceil(rate * self._lead_s)
 
-    def learn(self, before: CommitRecord, after: CommitRecord) -> None:
-        """Adjust the lead: after a dropped state the named step was too early."""
-        if set(after.dropped) - set(before.dropped):
-            self._lead_s = min(2 * self._lead_s, LEAD_MAX_S)
-        elif after.committed != before.committed:
-            self._lead_s = max(CALMER * self._lead_s, LEAD_S)
+    @property
+    def _lead_s(self) -> float:
+        measured_s = min(max(self._measured_s, default=LEAD_S), MEASURED_S_MAX)
+        return min(self._factor * max(measured_s, MEASURED_S_MIN), LEAD_MAX_S)
+
+    def learn(self, before: CommitRecord, after: CommitRecord, now_s: float) -> None:
+        """Adjust the lead: after a dropped state the named step was too early.
+
+        Steps that had been named by then may be too early as well, and tell nothing new.
+        """
+        dropped = set(after.dropped) - set(before.dropped)
+        if any(state.step > self._raised_at for state in dropped):
+            self._factor = min(2 * self._factor, LEAD_MAX_S / MEASURED_S_MIN)
+            self._raised_at = -1 if after.aim is None else after.aim.step
+        elif after.committed is not None and after.committed != before.committed:
+            self._factor = max(CALMER * self._factor, 1.0)
+            self._unreported = (after.committed, now_s)

@@ -7,7 +7,7 @@ their contents, so that a plan never goes with the sources of another leader's p
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import groupby
@@ -15,6 +15,7 @@ from typing import Annotated
 
 from gpuops.agent.checkpoint.messages import Packed
 from gpuops.checkpoint.agreement.recovery import RestorePlan, SourceNames
+from gpuops.checkpoint.types import KeeperAddress, Shard
 from gpuops.control.record import ControlKeys, RecordError, pack, unpack
 from gpuops.control.store import NO_ENTRY, ControlStore, ControlStoreError, Entry
 from gpuops.wire.messages import Limit, Message, MessageFormatError
@@ -81,6 +82,22 @@ def try_read_sources(
     except (ControlStoreError, RecordError, MessageFormatError) as exc:
         log.debug("the sources of %s cannot be read yet: %s", plan.state, exc)
         return None
+
+
+def keeper_sources(
+    plan: RestorePlan, peers: Mapping[str, KeeperAddress], me: str, ranks: Iterable[int]
+) -> dict[Shard, list[KeeperAddress]]:
+    """Return the *peers* from which node *me* fetches the shards of *ranks*, in order.
+
+    Each rank begins at another one, to spread the load.
+    """
+    found = {}
+    for rank in sorted(plan.sources.keys() & set(ranks)):
+        holders = [peers[node] for node in plan.sources[rank] if node in peers and node != me]
+        if holders:
+            at = rank % len(holders)
+            found[Shard(rank, plan.world)] = [*holders[at:], *holders[:at]]
+    return found
 
 
 def _read(entries: Iterable[tuple[int, Entry]], plan: RestorePlan) -> RestorePlan:

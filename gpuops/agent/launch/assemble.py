@@ -278,6 +278,7 @@ def _control_threads(
         on_store_back=journal.store_back,
         wants_heartbeats=lambda: hang.is_suspicious,
         on_heartbeats=on_heartbeats,
+        hold_s=services.checkpoints.exchange_s,
     )
     return ControlThreads(
         services.control,

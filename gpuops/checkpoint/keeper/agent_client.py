@@ -172,7 +172,7 @@ class KeeperClient:
         self._connection.call(Done, "take_over", epoch=epoch)
 
     def status(self) -> KeeperStatus:
-        """Return the progress of this node; cheap enough for once a second."""
+        """Return the progress of this node; cheap enough for ten times a second."""
         return self._connection.call(KeeperStatus, "status")
 
     def commit_persisted(self, state: StateId, world: int) -> None:

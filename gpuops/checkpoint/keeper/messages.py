@@ -301,7 +301,7 @@ class EventsPage(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperStatus(Message):
-    """The status that an agent reads once a second.
+    """The status that an agent polls.
 
     ``epoch``: of the states that are saved now. ``n_persist_failed``: consecutive failed attempts,
     the last of them for ``persist_failed``; ``persist_trouble`` is the reason. ``persist_pieces``:

@@ -384,7 +384,7 @@ class KeeperRequests:
         )
 
     def _status(self) -> KeeperStatus:
-        """Return the status that the agent reads once a second."""
+        """Return the status that the agent polls."""
         core = self._core
         table, persister = core.memory.buffer_table, core.persister
         n_holders, n_gone = core.peers.pusher.n_holders()

@@ -248,7 +248,7 @@ def test_of_what_one_node_never_has_whole_all_let_go_and_it_is_named():
     world = started(2, 2, 2)
     world.pass_time(20)
     before, stuck = world.committed[-1], world.players[1].keeper
-    stuck.later = lambda _act, _least_s=0.0: None  # a rank that copies for ever
+    stuck._seal = lambda _granted: None  # a rank that copies for ever
 
     world.run_until(lambda w: w.gave_up, 120)
 

@@ -202,8 +202,45 @@ def test_the_aim_is_as_far_ahead_as_the_news_takes_and_learns_from_what_was_miss
     pacer.observe({"a": NodeStatus(generation=0, decided=StateId(EPOCH, 200))}, 10.0, 2)
     assert pacer.next_step() == 201 + 10 * LEAD_S
 
-    pacer.learn(CommitRecord(), CommitRecord(dropped=(StateId(1, 1),)))
+    pacer.learn(CommitRecord(), CommitRecord(dropped=(StateId(1, 1),)), 10.0)
     assert pacer.next_step() == 201 + 20 * LEAD_S
+
+
+def test_the_aim_is_no_further_ahead_than_the_slowest_answer_of_all_nodes():
+    pacer, state = SavePacer(), StateId(EPOCH, 10)
+    at = {name: NodeStatus(generation=0, decided=StateId(EPOCH, 0)) for name in "ab"}
+    pacer.observe(at, 0.0, 2)
+    at = {name: replace(at[name], decided=StateId(EPOCH, 100)) for name in "ab"}
+    pacer.observe(at, 10.0, 2)
+    pacer.learn(CommitRecord(), CommitRecord(committed=state), 10.0)
+    pacer.observe(at | {"a": replace(at["a"], newest=state)}, 10.2, 2)
+    assert pacer.next_step() == 101 + 10 * LEAD_S
+
+    pacer.observe({name: replace(at[name], newest=state) for name in "ab"}, 10.5, 2)
+    assert pacer.next_step() == 101 + 5
+
+    pacer.learn(CommitRecord(), CommitRecord(dropped=(StateId(EPOCH, 20),)), 11.0)
+    assert pacer.next_step() == 101 + 10
+
+
+def test_what_had_been_named_when_a_state_was_dropped_is_no_reason_to_aim_further_yet():
+    pacer, before = SavePacer(), CommitRecord(aim=StateId(EPOCH, 20))
+    for step in (0, 10):
+        pacer.observe({"a": NodeStatus(generation=0, decided=StateId(EPOCH, step))}, step / 10, 1)
+    assert pacer.next_step() == 11 + 10 * LEAD_S
+    for step, factor in ((20, 2), (30, 2), (31, 4)):
+        after = CommitRecord(aim=StateId(EPOCH, 30), dropped=(StateId(EPOCH, step),))
+        pacer.learn(before, after, 2.0)
+        assert pacer.next_step() == 11 + factor * 10 * LEAD_S
+
+
+def test_the_aim_goes_by_the_pace_of_the_last_steps_not_by_that_of_a_slow_start():
+    pacer = SavePacer()
+    for step in range(1, 100):
+        status = NodeStatus(generation=0, decided=StateId(EPOCH, step))
+        pacer.observe({"a": status}, 0.0 if step == 1 else 600 + step / 8, 1)
+
+    assert pacer.next_step() == 100 + 8 * LEAD_S
 
 
 @pytest.mark.parametrize("other", [None, NodeStatus(generation=5, in_flight=StateId(EPOCH, 1))])

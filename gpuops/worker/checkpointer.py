@@ -44,7 +44,6 @@ from gpuops.worker.restore_sources import DirectoryStateSource, KeeperStateSourc
 from gpuops.worker.saver import CheckpointSaver
 from gpuops.worker.schedule import (
     SaveCost,
-    SaveInterval,
     SaveSchedule,
     make_schedule,
     parse_duration,
@@ -303,8 +302,9 @@ class Checkpointer:
             self._keeper_finder.find,
             slots=self._policy.slots,
             allow_pickle=self._allow_pickle,
+            every="" if self._schedule.asks_keeper else str(self._every),
         )
-        if self._every == SaveInterval():
+        if self._every.is_auto:
             saver.set_annotations(lambda: {AUTO: self._cost.to_metadata()})
         saver.session.connect()
         # A script need not call close(): the last step is saved, and a copy in progress completed.

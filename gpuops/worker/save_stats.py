@@ -8,21 +8,30 @@ from statistics import median
 from typing import Any
 
 from gpuops.checkpoint.keeper.rank_client import NO_ANSWER
+from gpuops.checkpoint.memory.state_record import NOT_COMMITTED
+from gpuops.units import format_seconds
 from gpuops.worker.staging.copy_plan import some_names
 
 _log = logging.getLogger(__name__)
 
 N_TORN_MAX = 2  # copies beside the training that were torn; a third is not tried
 N_RESERVED_WARN = 3  # consecutive saves without memory of their layout; a few are harmless
+N_LATE_WARN = 8  # consecutive saves that came later than they were due
 _N_STALLS = 64
 _STATE = re.compile(r"step \d+ \(epoch \d+\)")  # a `StateId` as text, removed from reasons
 
 
 class SaveStats:
-    """Counts the saves of one rank, and logs each kind of trouble once."""
+    """Counts the saves of one rank, and logs each kind of trouble once.
 
-    def __init__(self, *, is_rank_zero: bool) -> None:
+    *every*: how often the user wants to save, "" where that is for us to choose.
+    """
+
+    def __init__(self, *, is_rank_zero: bool, every: str) -> None:
         self._is_rank_zero = is_rank_zero
+        self._every = every
+        self._waited = False  # since the last copy a save was skipped, until nodes agree
+        self._late: deque[tuple[int, float]] = deque(maxlen=N_LATE_WARN + 1)  # steps and times
         self._n_saved = 0
         self._n_torn = 0
         self._n_reserved_in_row = 0
@@ -38,9 +47,24 @@ class SaveStats:
     def saved(self) -> None:
         self._n_saved += 1
 
-    def copied(self) -> None:
-        """Record that there was memory for a copy."""
+    def copied(self, step: int, now_s: float) -> None:
+        """Record that the state after *step* is copied; warn once where that is often late."""
         self._n_reserved_in_row = 0
+        if not self._waited:
+            self._late.clear()
+        self._waited = False
+        self._late.append((step, now_s))
+        if len(self._late) > N_LATE_WARN and self._every and self._is_rank_zero:
+            first, first_s = self._late[0]
+            n_steps, seconds = (step - first) / N_LATE_WARN, (now_s - first_s) / N_LATE_WARN
+            _log.warning(
+                "every=%s is not met: a state is saved every %.3g steps (%s), since all nodes "
+                "agree on one before they save the next; training does not wait for that",
+                self._every,
+                n_steps,
+                format_seconds(seconds),
+            )
+            self._every = ""  # once
 
     def stalled(self, seconds: float) -> None:
         """Record for how long a save stopped the training."""
@@ -48,6 +72,7 @@ class SaveStats:
 
     def skip(self, why: str, *, is_due: bool = True) -> None:
         """Record that a save was skipped; one that was not due is not counted."""
+        self._waited = self._waited or not is_due or NOT_COMMITTED in why
         if is_due:
             self._skipped[_STATE.sub("the state before", why)] += 1
         if why == NO_ANSWER and self._is_rank_zero:

@@ -32,10 +32,10 @@ class CheckpointSaver:
 
     A keeper that is gone is searched for in the background, and used from the next step on; an
     error of the state itself ends saving permanently. Either is logged once. *connect*: see
-    `KeeperSession`.
+    `KeeperSession`. *every*: see `SaveStats`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 its collaborators, and options of the user
         self,
         adapters: Sequence[StateAdapter],
         ranks: RankContext,
@@ -43,6 +43,7 @@ class CheckpointSaver:
         *,
         slots: int,
         allow_pickle: bool,
+        every: str = "",
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks = ranks
@@ -58,7 +59,7 @@ class CheckpointSaver:
             allow_pickle=allow_pickle,
             node_ranks=ranks.node_ranks,
         )
-        self._stats = SaveStats(is_rank_zero=self.is_rank_zero)
+        self._stats = SaveStats(is_rank_zero=self.is_rank_zero, every=every)
         self._slots = slots
         self._clock_s = clock_s
         self._copier: SlotCopier | None = None
@@ -256,7 +257,7 @@ class CheckpointSaver:
         self._lease = lease
         self._step_before = self.last_step
         self.last_step = lease.state.step
-        self._stats.copied()
+        self._stats.copied(lease.state.step, self._clock_s())
         if self._pending.is_done():
             self._complete()
 

@@ -43,6 +43,15 @@ class SaveInterval:
     steps: int = 0
     seconds: float | None = None
 
+    @property
+    def is_auto(self) -> bool:
+        return not self.steps and self.seconds is None
+
+    def __str__(self) -> str:
+        """Return what was asked for, "" where the cost decides."""
+        by_time = "" if self.seconds is None else f'"{self.seconds:g}s"'
+        return str(self.steps) if self.steps else by_time
+
 
 def parse_interval(every: object) -> SaveInterval:
     """Parse the user's *every*: a number of steps, ``"5s"``, ``"auto"``.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpuops.checkpoint.memory.state_record import SlotKey, SlotPhase, StateRecord
+from gpuops.checkpoint.memory.state_record import NOT_COMMITTED, SlotKey, SlotPhase, StateRecord
 from gpuops.checkpoint.types import CheckpointError, StateId
 
 _DECISIONS_KEPT = 256
@@ -400,7 +400,7 @@ class BufferTable:
     def _pending_stage(self) -> str:
         assert self._pending is not None
         if self._pending.is_complete:
-            return "not committed by all nodes"
+            return NOT_COMMITTED
         return "being verified" if self._pending.is_written else "being copied"
 
     def _find_free_slot(self, pool: int) -> SlotKey | None:

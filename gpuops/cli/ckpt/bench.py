@@ -95,7 +95,8 @@ def _recovery(part: dict[str, Any], nbytes: int) -> Table:
     caption = (
         "gpuops verifies and copies with all cores of the rank, the others copy with one thread; "
         "reading another process' memory is the minimum for a state that outlived its worker: "
-        "the kernel maps each page"
+        "the kernel maps each page. Under `gpuops run` a worker does that while it imports torch, "
+        "which is not in the time of gpuops"
     )
     table = Table("restore", title=title, title_justify="left", caption=caption)
     table.add_column("milliseconds", justify="right")

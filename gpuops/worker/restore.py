@@ -121,7 +121,10 @@ def _load_newest(
     """Load the newest state of which every rank has what it needs; None where there is none."""
     rejected: StateToLoad | None = None
     for _ in range(AGREE_ATTEMPTS):
-        found = source.find()
+        found, damage = _find_together(source, ranks)
+        if damage is not None:
+            source.reject(str(damage), is_given_up=True)
+            continue
         if found is None:
             if rejected is not None:
                 raise CorruptError(f"{rejected.state} is damaged, and there is no older state")
@@ -133,18 +136,48 @@ def _load_newest(
         loaded, failure, error = _load_together(adapters, source, found, ranks)
         if failure is _Failure.NONE:
             return loaded
-        if isinstance(error, StructureError):
-            # The remedy comes first: a summary may cut the end off.
-            raise StructureError(
-                f"{_describe(found.state, directory)} does not fit this script; restore it into "
-                f"what was saved, or set another --ckpt-dir: {error}"
-            ) from error
         if failure is _Failure.FINAL:
-            raise error
+            raise _final(error, found.state, directory)
         if failure is _Failure.DAMAGED or not found.is_verified:
-            source.reject(str(error))
+            source.reject(str(error), is_given_up=failure is _Failure.DAMAGED)
         rejected = found
     raise CheckpointError(f"the newest {AGREE_ATTEMPTS} states are damaged")
+
+
+def _find_together(
+    source: StateSource, ranks: RankContext
+) -> tuple[StateToLoad | None, CorruptError | None]:
+    """Return the state to load, or how it is damaged, on this node or another; the same on all.
+
+    Raises:
+        CheckpointError: A rank cannot determine it. All ranks raise.
+    """
+    found, error, failure = None, None, _Failure.NONE
+    try:
+        found = source.find()
+    except CheckpointError as exc:
+        error = exc
+        failure = _Failure.DAMAGED if isinstance(exc, CorruptError) else _Failure.FINAL
+    if has_process_group(ranks):
+        failure = _Failure(-all_reduce_min([-failure])[0])
+    elif error is not None:
+        raise error
+    if failure is _Failure.FINAL:
+        raise error or CheckpointError("another rank found no state to load; its log says why")
+    if failure is _Failure.DAMAGED:
+        how = error or "another node finds its part of it damaged"
+        return None, CorruptError(str(how))
+    return found, None
+
+
+def _final(error: CheckpointError, state: StateId, directory: str | None) -> CheckpointError:
+    if not isinstance(error, StructureError):
+        return error
+    # The remedy comes first: a summary may cut the end off.
+    return StructureError(
+        f"{_describe(state, directory)} does not fit this script; restore it into what was saved, "
+        f"or set another --ckpt-dir: {error}"
+    )
 
 
 def _describe(state: StateId, directory: str | None) -> str:

@@ -78,7 +78,8 @@ class StateSource(Protocol):
         """Return the state that all ranks load, None where there is none.
 
         Raises:
-            CheckpointError: That cannot be determined.
+            CorruptError: It is damaged, and ranks on other nodes may find it intact.
+            CheckpointError: It cannot be determined.
         """
         ...
 
@@ -86,10 +87,10 @@ class StateSource(Protocol):
         """Return the image of one of its shards, until `close`."""
         ...
 
-    def reject(self, why: str) -> None:
+    def reject(self, why: str, *, is_given_up: bool) -> None:
         """Have `find` look anew: this state is damaged. All ranks must call it.
 
-        It then finds an older one, or the same one verified, where it was not.
+        It then finds an older one; the same one verified, where it was not and not *is_given_up*.
 
         Raises:
             CheckpointError: It cannot look anew.
@@ -130,6 +131,7 @@ class KeeperStateSource:
         self._opened: list[_Opened] = []
 
     def find(self) -> StateToLoad | None:
+        self._restore_point = None
         try:
             restore_point = self._keeper.restore_point(self._deadline_s)
         except KeeperGoneError:
@@ -156,9 +158,8 @@ class KeeperStateSource:
             return opened
         return CompleteImage(opened.view)
 
-    def reject(self, why: str) -> None:
-        assert self._restore_point is not None
-        self._keeper.reject(self._restore_point, why)
+    def reject(self, why: str, *, is_given_up: bool) -> None:
+        self._keeper.reject(self._restore_point, why, is_given_up=is_given_up)
         self.close()
 
     def report_loaded(self, seconds: float, nbytes: int) -> None:
@@ -233,7 +234,7 @@ class DirectoryStateSource:
         self._opened.append(opened)
         return opened if isinstance(opened, PartialImage) else CompleteImage(opened.view)
 
-    def reject(self, why: str) -> None:
+    def reject(self, why: str, *, is_given_up: bool) -> None:  # noqa: ARG002 all was verified
         assert self._selected is not None
         self._rejected.add(self._selected.state)
         self._reasons.append(f"{self._selected.state} is skipped: {why}")

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.gloo_ranks import run_ranks, run_script, said
+from support.gloo_ranks import results_of, run_ranks, run_script, said
 from support.keeper_ranks import until
 from support.peer_keepers import starting_nodes
 from support.runs import JOBS
@@ -187,17 +187,58 @@ def test_another_world_reads_its_parts_from_the_directory(
         ),
         what="reading back",
     )
-    path = store.local_shard_path(state, Shard(after - 1, after))
-    data = bytearray(path.read_bytes())
-    for placed in read_layout(bytes(data)).tensors:  # some rank reads of each
-        if placed.begin < placed.end:
-            data[placed.begin] ^= 1
-    path.write_bytes(data)
+    spoil(store.local_shard_path(state, Shard(after - 1, after)))  # some rank reads of each tensor
     again = run_ranks(tmp_path, before, job | {"name": "third", "until": STEPS + 4})
     for rank in range(before):
         assert again[rank]["start"] < STEPS + 2
         assert again[rank]["restored"]["step"] == again[0]["restored"]["step"]
     assert "corrupt in piece" in said(tmp_path, before, "third")
+
+
+def spoil(path):
+    """Flip a bit in each tensor of a stored shard."""
+    data = bytearray(path.read_bytes())
+    for placed in read_layout(bytes(data)).tensors:
+        if placed.begin < placed.end:
+            data[placed.begin] ^= 1
+    path.write_bytes(data)
+
+
+def test_several_nodes_that_agreed_on_a_damaged_state_all_load_the_one_before(
+    tmp_path, keeper_process
+):
+    """Also where only one node reads what is damaged."""
+    directory = str(tmp_path / "states")
+    job = {"kind": "fsdp", "directory": directory, "persist_every": 0, "every": 1}
+    store = open_store(directory)
+    for step in (1, 2):  # two jobs: of two saves, one is skipped while the other is being written
+        first = {"name": f"saves {step}", "until": step, "die": True}
+        run_ranks(tmp_path, 2, job | first, keeper=keeper_process.socket_path)
+        until(lambda n=step: [s.state.step for s in store.list_states()][:1] == [n], what="a state")
+    before = results_of(tmp_path, 2, {"name": "saves 1"})
+    newest = store.list_states()[0].state
+    keeper_process.kill()  # it would find the damage while reading back, and write the state again
+    spoil(store.local_shard_path(newest, Shard(1, 2)))
+
+    with starting_nodes(tmp_path) as start:
+        nodes = [start(number) for number in (1, 2)]
+        sockets = [node.process.socket_path for node in nodes]
+
+        for name, generation, counts in (("same", 2, (1, 1)), ("other", 3, (2, 1))):
+            world = sum(counts)
+            for node in nodes:
+                place(node, generation, 2, newest, world=world)
+            results = run_ranks(
+                tmp_path,
+                world,
+                job | {"name": name, "until": 1},
+                env={"GPUOPS_GENERATION": str(generation)},
+                nodes=list(zip(sockets, counts, strict=True)),
+            )
+            for rank, loaded in enumerate(results):
+                assert loaded["restored"]["step"] == 1
+                assert same(loaded["loaded"], before[rank if world == 2 else 0]["state"])
+            assert "step 2" in said(tmp_path, world, name)
 
 
 def test_ranks_with_a_keeper_and_without_one_load_nothing_and_all_say_why(tmp_path, keeper):

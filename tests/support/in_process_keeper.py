@@ -184,8 +184,7 @@ class InProcessKeeper:
         def answer(core: KeeperCore) -> RestorePoint | None:
             assert core.group is not None
             if core.group.error:
-                error = RestoreUndecidedError if core.group.is_undecided else KeeperError
-                raise error(core.group.error)
+                raise core.group.refusal()
             if core.group.result is None:
                 raise KeeperError(f"offer was not done within {deadline_s:g} s")
             return core.group.result.restore_point
@@ -213,11 +212,16 @@ class InProcessKeeper:
 
         return self._run(do)
 
-    def reject(self, restore_point: RestorePoint, why: str) -> None:
+    def reject(
+        self, restore_point: RestorePoint | None, why: str, *, is_given_up: bool = False
+    ) -> None:
         def do(core: KeeperCore) -> None:
             assert core.group is not None
-            rejected = (restore_point.state, restore_point.is_verified)
-            core.restore_finder.reject(core.group, core.instructions, rejected, why)
+            point = restore_point
+            rejected = (point.state, point.is_verified) if point else (None, True)
+            core.restore_finder.reject(
+                core.group, core.instructions, rejected, why, is_given_up=is_given_up
+            )
 
         self._run(do)
 

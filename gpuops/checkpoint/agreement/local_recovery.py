@@ -22,7 +22,7 @@ from gpuops.checkpoint.manifest import ShardRecord
 from gpuops.checkpoint.memory.node_memory import MemoryShard
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
-from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
+from gpuops.checkpoint.storage.api import CheckpointStore, StoredState, are_all_damaged
 from gpuops.checkpoint.storage.stored_ranges import StoredRanges, open_partial, verify_chunks
 from gpuops.checkpoint.storage.written_once import read_source_root
 from gpuops.checkpoint.types import (
@@ -86,12 +86,16 @@ class SelectedState:
 
 @dataclass(slots=True)
 class StateSearchResult:
-    """The result of a search. ``selected`` None: there is no state to resume from."""
+    """The result of a search. ``selected`` None: there is no state to resume from.
+
+    ``is_damaged``: something in the store is damaged.
+    """
 
     selected: SelectedState | None = None
     why: list[str] = field(default_factory=list)
     problems: list[CopyProblem] = field(default_factory=list)
     epoch_max: int = -1
+    is_damaged: bool = False
 
     def add_reason(self, text: str) -> None:
         """Add a reason; the number and the length of reasons are bounded."""
@@ -103,15 +107,17 @@ class StateSearchResult:
 class StateSearchCriteria:
     """What to search for.
 
-    ``only``: only this state; ``is_none``: no state at all; ``excluded_step``: no state of
-    this step; ``shards`` None: all shards of the state's world are needed. ``loading_world``: how
-    many ranks load it: of a state of another number of ranks they need parts of many shards, which
-    are read and verified when they are opened. ``rejected``: states that are known to be damaged;
-    ``doubted``: those of which a rank found something damaged in memory, which is verified.
+    ``only``: only this state; ``before``: only older ones than this, which was rejected;
+    ``is_none``: no state at all; ``excluded_step``: no state of this step; ``shards`` None: all
+    shards of the state's world are needed. ``loading_world``: how many ranks load it: of a state of
+    another number of ranks they need parts of many shards, which are read and verified when they
+    are opened. ``rejected``: states that are known to be damaged; ``doubted``: those of which a
+    rank found something damaged in memory, which is verified.
     """
 
     is_none: bool = False
     only: StateId | None = None
+    before: StateId | None = None
     excluded_step: int | None = None
     shards: frozenset[Shard] | None = None
     loading_world: int | None = None
@@ -139,7 +145,7 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
 
     Raises:
         RestoreUndecidedError: The store cannot be read or has only damaged states, and memory has
-            none.
+            none. Not raised where nodes have agreed on a state.
     """
     result = StateSearchResult()
     stored, store_error = _list_stored(store, result)
@@ -148,11 +154,7 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
     result.epoch_max = max((state.epoch for state in states), default=-1)
     if criteria.is_none:
         return result
-    if criteria.only is not None:
-        if criteria.only not in states:
-            result.add_reason(f"{criteria.only} was requested and is not here")
-        states = [state for state in states if state == criteria.only]
-    for state in states:
+    for state in _wanted(criteria, states, result):
         if state.step == criteria.excluded_step:
             result.add_reason(f"{state} is excluded: the job failed after loading it")
             continue
@@ -177,9 +179,21 @@ def find_restorable(  # noqa: PLR0913 the sources, what to search, and who does 
             return result
         if state in stored:
             store_error = store_error or f"no copy of {state} is usable"
-    if store_error:
+    if store_error and criteria.only is None and criteria.before is None:
         raise _undecided(store, "; ".join(dict.fromkeys([store_error, *result.why[:4]])))
     return result
+
+
+def _wanted(
+    criteria: StateSearchCriteria, states: list[StateId], result: StateSearchResult
+) -> list[StateId]:
+    """Return those of *states* that may be selected, the newest first."""
+    only, before = criteria.only, criteria.before
+    if before is not None:
+        return [before, *(state for state in states if state < before)]
+    if only is not None and only not in states:
+        result.add_reason(f"{only} was requested and is not here")
+    return [state for state in states if only in (None, state)]
 
 
 def _list_stored(
@@ -201,7 +215,7 @@ def _list_stored(
 
 
 def _undecided(store: CheckpointStore | None, reasons: str) -> RestoreUndecidedError:
-    if store is not None and _are_all_damaged(store):
+    if store is not None and are_all_damaged(store):
         return RestoreUndecidedError(
             f"all states in {store.address} are damaged: restore one from a copy, or set another "
             "--ckpt-dir to start from scratch (gpuops ckpt verify --all names the files): "
@@ -210,17 +224,6 @@ def _undecided(store: CheckpointStore | None, reasons: str) -> RestoreUndecidedE
     return RestoreUndecidedError(
         f"cannot determine the state to resume from: {reasons}. Repair the directory, or set "
         "another one to start from scratch"
-    )
-
-
-def _are_all_damaged(store: CheckpointStore) -> bool:
-    """Return whether *store* knows of each of its states that it is damaged."""
-    try:
-        survey = store.scan()
-    except CheckpointError:
-        return False
-    return all(found.is_damaged for found in survey.states) and all(
-        found.is_corrupt for found in survey.damaged
     )
 
 
@@ -366,6 +369,7 @@ class _Candidate:
             try:
                 return self._verified_file(shard)
             except CheckpointError as exc:
+                self.choice.is_damaged |= isinstance(exc, CorruptError)
                 self._record_problem(shard, Tier.PERSISTENT, str(exc))
                 why = f"{why}, and {exc}"
         return f"the shard of rank {shard.rank}: {why}"

@@ -326,7 +326,7 @@ class KeeperCore:
             peers = self.peers.fetch_state(state, holders, allocate, loading_world)
         instructions.close()
         if group is not None:
-            group.error = ""
+            group.error, group.is_damaged = "", False
         instructions.state, instructions.epoch, instructions.is_decided = state, epoch, True
         instructions.why, instructions.peers = why, peers
         self.tick()

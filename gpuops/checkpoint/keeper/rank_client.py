@@ -212,18 +212,22 @@ class RankKeeperClient:
             memory, lambda ranges: self._read_parts(restore_point.state, shard, ranges)
         )
 
-    def reject(self, restore_point: RestorePoint, why: str) -> None:
+    def reject(
+        self, restore_point: RestorePoint | None, why: str, *, is_given_up: bool = False
+    ) -> None:
         """Report that the state to load is damaged; `restore_point` then returns an older one.
 
-        Or the same one from verified copies, where it was not. All ranks of the node report it.
+        Or the same one from verified copies, where it was not, unless it *is_given_up*. None: the
+        keeper found the damage. All ranks of the node report it.
         """
         point = restore_point
         self._connection.call(
             Done,
             "reject",
-            state=point.state,
-            is_verified=point.is_verified,
+            state=None if point is None else point.state,
+            is_verified=point is None or point.is_verified,
             why=why[:WHY_CHARS_MAX],
+            is_given_up=is_given_up,
         )
 
     def _read_parts(self, state: StateId, shard: Shard, ranges: Sequence[ByteRange]) -> None:

@@ -12,9 +12,11 @@ from gpuops.checkpoint.partial_image import ByteRange
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.types import (
     CheckpointError,
+    CorruptError,
     Digest,
     KeeperError,
     RestorePoint,
+    RestoreUndecidedError,
     Shard,
     StateId,
 )
@@ -62,7 +64,8 @@ class RankGroup:
     ``is_requested``: a rank waits for the state to resume from. ``error``: why there will be none.
     ``is_handed_over``: the keeper ends soon after the last of them. ``is_replaced``: newer ranks
     have taken their place. ``gone_s``: when the last of ``gone`` left. ``copies_all_why``: why they
-    share nothing, "" where they do. ``rejected``: states that turned out to be damaged, and how;
+    share nothing, "" where they do. ``is_damaged``: ``error`` says how the state is that several
+    nodes agreed on. ``rejected``: states that turned out to be damaged, and how;
     ``is_searched_again``: one was, or is verified.
     """
 
@@ -80,6 +83,7 @@ class RankGroup:
     result: GroupRestore | None = None
     error: str = ""
     is_undecided: bool = False
+    is_damaged: bool = False
     is_handed_over: bool = False
     is_replaced: bool = False
     copies_all_why: str = ""
@@ -188,28 +192,38 @@ class RankGroup:
         selected = None if self.result is None else self.result.selected
         return None if selected is None else selected.digests.get(shard)
 
+    def refusal(self) -> CheckpointError:
+        """Return the error of a rank that asks which state to load."""
+        if self.is_damaged:
+            return CorruptError(self.error)
+        return (RestoreUndecidedError if self.is_undecided else KeeperError)(self.error)
+
     def reject(
         self,
-        rejected: tuple[StateId, bool],
+        rejected: tuple[StateId | None, bool],
         why: str,
-        instructions: "AgentInstructions | None",
+        agreed: StateId | None,
+        *,
+        is_given_up: bool,
     ) -> bool:
         """Do not load a state, which is damaged, as it was offered; return whether to search anew.
 
-        *rejected*: the state, and whether it was verified. Only what was is given up for an older
-        state; where all nodes have agreed on it, no node can load another one: that is an error.
+        *rejected*: the state, and whether it was verified; None: the one that all nodes have
+        *agreed* on, which this node cannot offer. Unless it *is_given_up* by all ranks or was
+        verified, it is searched for again.
         """
         point = self.result.restore_point if self.result is not None else None
-        if point is None or (point.state, point.is_verified) != rejected:
-            return False
+        offered = (point.state, point.is_verified) if point is not None else (None, True)
+        if rejected != offered or (point is None and not self.is_damaged):
+            return False  # another rank has reported it
         self.release_fetched()
         self.result = None
+        self.error, self.is_damaged = "", False
         self.is_searched_again = True
-        if point.is_verified:
-            self.rejected[point.state] = why
-            if instructions is not None and instructions.is_decided:
-                self.error = f"{point.state} cannot be loaded: {why}"
-        return not self.error
+        state = agreed if point is None else point.state
+        if state is not None and (is_given_up or rejected[1]):
+            self.rejected[state] = why
+        return True
 
     def close(self) -> None:
         """Disconnect the ranks: newer ones take their place."""

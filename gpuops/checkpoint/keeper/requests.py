@@ -56,7 +56,6 @@ from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.types import (
     WORLD_MAX,
     KeeperError,
-    RestoreUndecidedError,
     Shard,
     ShardCopy,
     ShardHolders,
@@ -253,8 +252,7 @@ class KeeperRequests:
         if group.result is None and not group.error:
             self._core.request_restore(group)
         if group.error:
-            refusal = RestoreUndecidedError if group.is_undecided else KeeperError
-            raise refusal(group.error)
+            raise group.refusal()
         if group.result is None:
             raise NotReadyError
         return Restore(group.result.restore_point)
@@ -293,10 +291,13 @@ class KeeperRequests:
         if error is not None:
             raise error
 
-    def _reject(self, state: StateId, *, is_verified: bool, why: Why) -> None:
-        assert self._core.group is not None
-        self._core.restore_finder.reject(
-            self._core.group, self._core.instructions, (state, is_verified), why
+    def _reject(
+        self, state: StateId | None, *, is_verified: bool, why: Why, is_given_up: bool = False
+    ) -> None:
+        core, rejected = self._core, (state, is_verified)
+        assert core.group is not None
+        core.restore_finder.reject(
+            core.group, core.instructions, rejected, why, is_given_up=is_given_up
         )
 
     def _restored(

@@ -1,6 +1,6 @@
 """Find the state that the ranks of a generation load, and read parts of it for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpuops.checkpoint.agreement.local_recovery import (
@@ -19,7 +19,7 @@ from gpuops.checkpoint.keeper.rank_group import (
     WantedParts,
     restore_pin,
 )
-from gpuops.checkpoint.memory.node_memory import NodeMemory
+from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.peers.fetch import PeerShards
@@ -28,9 +28,11 @@ from gpuops.checkpoint.storage.persister import OpenStore
 from gpuops.checkpoint.types import (
     EPOCH_MAX,
     CheckpointError,
+    CorruptError,
     KeeperError,
     RestorePoint,
     RestoreUndecidedError,
+    Shard,
     StateId,
 )
 
@@ -71,12 +73,15 @@ class RestoreFinder:
         group.is_searching = True
         self._n_searches += 1
         pin = f"look-{self._n_searches}"
-        by_state = {
-            state: self.memory.complete_shards(state) for state in self.memory.complete_states()
-        }
+        by_state: dict[StateId, Mapping[Shard, MemoryShard]] = {}
+        borrowed, peers = BorrowedReplicas(), None
+        if criteria.before is None:  # else only what all nodes see
+            by_state |= {
+                state: self.memory.complete_shards(state) for state in self.memory.complete_states()
+            }
+            borrowed, peers = self._from_peers(instructions)
         for state in by_state:
             table.pin(state, pin)
-        borrowed, peers = self._from_peers(instructions)
 
         def find() -> StateSearchResult:
             needed = criteria.shards
@@ -154,15 +159,19 @@ class RestoreFinder:
         self,
         group: RankGroup,
         instructions: AgentInstructions | None,
-        rejected: tuple[StateId, bool],
+        rejected: tuple[StateId | None, bool],
         why: str,
+        *,
+        is_given_up: bool,
     ) -> None:
         """Search anew, a state is damaged; see `RankGroup.reject`. May be repeated.
 
         From now on all of its bytes are verified before it is offered.
         """
-        self._doubted.add(rejected[0])
-        if group.reject(rejected, why, instructions):
+        if rejected[0] is not None:
+            self._doubted.add(rejected[0])
+        agreed = instructions.state if instructions is not None else None
+        if group.reject(rejected, why, agreed, is_given_up=is_given_up):
             for local_rank in range(group.n_ranks):
                 self.memory.buffer_table.unpin(restore_pin(local_rank))
 
@@ -213,7 +222,7 @@ class RestoreFinder:
             try:
                 self._resume_from(group, instructions, result)
             except CheckpointError as exc:
-                group.error = str(exc)
+                group.error, group.is_damaged = str(exc), isinstance(exc, CorruptError)
                 _release(result)
         if group.error:
             self.events.add("cannot_offer", why=group.error)
@@ -228,7 +237,9 @@ class RestoreFinder:
             if instructions.state is not None and selected is None:
                 reasons = "; ".join(result.why[:4])
                 advice = self._missing_shards_advice(instructions, instructions.state, group.world)
-                raise KeeperError(f"{instructions.state} cannot be served here: {reasons}{advice}")
+                is_first = instructions.state not in group.rejected
+                error = CorruptError if result.is_damaged and is_first else KeeperError
+                raise error(f"{instructions.state} cannot be served here: {reasons}{advice}")
             if instructions.epoch < epoch and not group.is_searched_again:
                 self._check_is_new(instructions.epoch, epoch - 1)
             epoch = instructions.epoch
@@ -328,6 +339,15 @@ def _search_criteria(
         return StateSearchCriteria(is_none=True)
     is_complete = len(group.ranks) == group.n_ranks
     own_shards = frozenset(post.shard for post in group.ranks.values())
+    if instructions.state in group.rejected:
+        # No plan has the next older one. The directory is the same for all nodes.
+        return StateSearchCriteria(
+            before=instructions.state,
+            excluded_step=instructions.excluded_step,
+            shards=own_shards if is_complete else None,
+            loading_world=group.world,
+            rejected=dict(group.rejected),
+        )
     return StateSearchCriteria(
         only=instructions.state,
         shards=own_shards if is_complete else None,

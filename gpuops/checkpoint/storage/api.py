@@ -296,3 +296,14 @@ class CheckpointStore(Protocol):
             CheckpointError: It cannot be listed.
         """
         ...
+
+
+def are_all_damaged(store: CheckpointStore) -> bool:
+    """Return whether *store* knows of each of its states that it is damaged."""
+    try:
+        survey = store.scan()
+    except CheckpointError:
+        return False
+    return all(found.is_damaged for found in survey.states) and all(
+        found.is_corrupt for found in survey.damaged
+    )

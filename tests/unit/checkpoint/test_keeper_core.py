@@ -17,7 +17,14 @@ from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.storage.persist import persist
 from gpuops.checkpoint.storage.read_back import AGAIN_S, WAIT_S, ReadBackTask
-from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
+from gpuops.checkpoint.types import (
+    CheckpointError,
+    CorruptError,
+    KeeperError,
+    Shard,
+    StateId,
+    Tier,
+)
 
 
 class Jobs:
@@ -509,6 +516,88 @@ def test_two_slots_cost_a_save_while_one_is_persisted_and_three_do_not(node, tmp
     node.jobs.do("persist")
     assert node.core.counts()["persisted"] == [0, 1]
     assert node.save(4).step == 4
+
+
+def spoil(folder, state, rank):
+    path = folder / state.name / Shard(rank, 2).file_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+@pytest.fixture
+def policy(tmp_path):
+    return CheckpointPolicy(directory=str(tmp_path / "states"), persist_every_s=0.0)
+
+
+@pytest.fixture
+def saved(policy):
+    """A node that has two states in memory and in the directory."""
+    node = Node().start()
+    node.core.set_policy(policy)
+    node.go()
+    for step in (1, 2):
+        node.save(step)
+        node.jobs.do("persist")
+    return node
+
+
+def agreed_on(node, state, policy):
+    """Have two nodes, of which *node* is one, agree on *state*."""
+    node.core.begin_generation(1, 2, None, "run")
+    node.start(2, generation=1)
+    node.core.set_policy(policy)
+    node.core.restore_from(state, 5)
+    return searched(node)
+
+
+def searched(node):
+    node.core.request_restore(node.core.group)
+    node.jobs.do("search")
+    return node.core.group
+
+
+def given_up(node, offered):
+    """Have both ranks report that all ranks give up what they were *offered*."""
+    for _ in range(2):  # the second one has no effect
+        node.core.restore_finder.reject(
+            node.core.group, node.core.instructions, offered, "it is damaged", is_given_up=True
+        )
+    return searched(node)
+
+
+@pytest.mark.parametrize("is_older_damaged", [False, True])
+def test_where_the_state_that_nodes_agreed_on_is_damaged_the_one_before_serves(
+    saved, tmp_path, policy, is_older_damaged
+):
+    older, newer = StateId(0, 1), saved.last_committed
+    spoil(tmp_path / "states", newer, 1)
+    node = Node()
+    refusal = agreed_on(node, newer, policy).refusal()
+    assert isinstance(refusal, CorruptError)
+    assert "step 2" in str(refusal)
+    if is_older_damaged:
+        spoil(tmp_path / "states", older, 1)
+
+    group = given_up(node, (None, True))
+
+    if is_older_damaged:
+        assert type(group.refusal()) is KeeperError
+        assert "step 2 (epoch 0) cannot be served here" in group.error
+    else:
+        assert (node.restore_point.state, node.restore_point.epoch) == (older, 5)
+        assert any("step 2" in why and "it is damaged" in why for why in node.restore_point.why)
+
+
+def test_a_node_gives_up_what_is_damaged_on_another_though_its_memory_is_not(saved, policy):
+    """It offers only what all nodes see: of its memory not even the state before."""
+    newer = saved.last_committed
+    point = agreed_on(saved, newer, policy).result.restore_point
+    assert (point.state, point.is_verified) == (newer, False)
+
+    assert given_up(saved, (newer, False)).error == ""
+    assert (saved.restore_point.state, saved.restore_point.tier) == (
+        StateId(0, 1),
+        Tier.PERSISTENT,
+    )
 
 
 def test_what_several_nodes_chose_is_served_or_said_to_be_missing(node):

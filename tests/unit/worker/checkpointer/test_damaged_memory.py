@@ -134,9 +134,9 @@ def test_what_was_damaged_only_when_it_was_read_is_read_again(node):
         n_opened.append(1)
         return image
 
-    def reject(point, why):
+    def reject(point, why, **kwargs):
         memory.view[CHUNK_BYTES] ^= 1
-        type(keeper).reject(keeper, point, why)
+        type(keeper).reject(keeper, point, why, **kwargs)
 
     keeper.open_shard, keeper.reject = open_once_damaged, reject
     job = Job()

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.made_states import checkpointer_state
+from support.placed import as_rank, sharded
+from torch.distributed.tensor import Shard as ByRows
 
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.directory import DirectoryStore
@@ -160,6 +162,27 @@ def test_a_flipped_bit_is_found(store, offset):
     with pytest.raises((dcp.api.CheckpointException, CheckpointError)) as exc:
         dcp.load({"w": torch.zeros(10_000)}, storage_reader=GpuopsReader(store.address))
     assert "shard-00000-of-00001.safetensors of step 7" in failure(exc)
+
+
+def test_a_rank_reads_its_part_only_and_damage_elsewhere_is_not_read(tmp_path):
+    address = f"local://{tmp_path / 'states'}"
+    full = torch.randn(1024, 1024)
+    dcp.save({"w": full}, storage_writer=GpuopsWriter(address, step=7))
+    (path,) = (tmp_path / "states").glob("*/shard-*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 8  # in the first half of the rows, and in the same chunk
+    path.write_bytes(content)
+
+    def load(rank):
+        with as_rank(rank, 2):
+            target = sharded(torch.zeros(1024, 1024), (2,), [ByRows(0)])
+            dcp.load({"w": target}, storage_reader=GpuopsReader(address), no_dist=True)
+            return target.to_local()
+
+    assert torch.equal(load(1), full[512:])
+    with pytest.raises((dcp.api.CheckpointException, CheckpointError)) as exc:
+        load(0)
+    assert "is corrupt in piece 0 of 1" in failure(exc)
 
 
 def test_a_failed_save_leaves_nothing_and_harms_no_other(store):

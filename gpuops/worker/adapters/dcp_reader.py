@@ -7,6 +7,7 @@ import binascii
 import io
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from math import prod
 from typing import Any
 
@@ -22,19 +23,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from gpuops.checkpoint.digest import check_digest, is_chunk_intact
 from gpuops.checkpoint.image import ImageLayout, PlacedTensor, read_metadata_blob
-from gpuops.checkpoint.manifest import Manifest, ShardRecord
-from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
+from gpuops.checkpoint.manifest import Manifest
+from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.storage.address import open_store
-from gpuops.checkpoint.storage.api import CheckpointStore, StoredState
+from gpuops.checkpoint.storage.api import StoredState
 from gpuops.checkpoint.storage.inspection import assemble_tensors, read_layouts
-from gpuops.checkpoint.types import CHUNK_BYTES, CheckpointError, CorruptError, Shard
+from gpuops.checkpoint.storage.stored_ranges import open_partial
+from gpuops.checkpoint.types import CheckpointError, CorruptError, Shard
 from gpuops.convert.nested import load_value
-from gpuops.convert.state_reader import map_file
 from gpuops.convert.tensors import DTYPES, view_of
 from gpuops.convert.values import loads
 from gpuops.worker.adapters.dcp_writer import step_of
+from gpuops.worker.state.saved_state import box_ranges
 
 
 class GpuopsReader(StorageReader):
@@ -61,7 +62,7 @@ class GpuopsReader(StorageReader):
         self._given_step = self._step = step
         self._trust = trust
         self._manifest: Manifest | None = None
-        self._images: dict[Shard, _VerifiedImage] = {}
+        self._images: dict[Shard, PartialImage] = {}
         self._locations: dict[tuple[str, tuple[int, ...]], tuple[Shard, PlacedTensor]] = {}
         self._values: dict[str, bytes] = {}
 
@@ -74,12 +75,6 @@ class GpuopsReader(StorageReader):
         self._close()
         self._manifest = manifest = self._select_state().manifest
         layouts = read_layouts(self._store, manifest)
-        self._images = {
-            layout.shard: _VerifiedImage(
-                self._store, manifest, manifest.record(layout.shard), layout
-            )
-            for layout in layouts
-        }
         found: dict[str, Any] = {}
         for name, tensor in assemble_tensors(layouts).items():
             chunks = []
@@ -90,8 +85,9 @@ class GpuopsReader(StorageReader):
             properties = TensorProperties(dtype=DTYPES[tensor.dtype])
             found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         paths: dict[str, tuple[str | int, ...]] = {}
-        for image in self._images.values():
-            values, known = image.dcp_values()
+        for layout in layouts:
+            with closing(self._open(layout.shard)) as image:
+                values, known = _read_values(image, layout)
             self._values.update({name: values[name] for name in values.keys() - found.keys()})
             paths.update(known)
         found.update({name: BytesStorageMetadata() for name in self._values})
@@ -151,16 +147,23 @@ class GpuopsReader(StorageReader):
         offsets = item.storage_index.offset
         assert offsets is not None
         shard, placed = self._locations[item.storage_index.fqn, tuple(offsets)]
-        place = tuple(
-            slice(begin, begin + length)
-            for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
-        )
+        begins = item.storage_offsets
+        ends = [begin + length for begin, length in zip(begins, item.lengths, strict=True)]
         target = planner.resolve_tensor(item).detach()
         if prod(item.lengths):
-            target.copy_(self._images[shard].tensor(placed)[place])
+            image = self._images.get(shard) or self._images.setdefault(shard, self._open(shard))
+            image.ensure(box_ranges(placed, begins, ends))
+            target.copy_(view_of(image.view, placed)[tuple(map(slice, begins, ends))])
         planner.commit_tensor(item, target)
 
+    def _open(self, shard: Shard) -> PartialImage:
+        """Return the image of *shard*; what is needed of it is read and verified."""
+        assert self._manifest is not None
+        return open_partial(self._store, self._manifest.state, self._manifest.record(shard))
+
     def _close(self) -> None:
+        for image in self._images.values():
+            image.close()
         self._images.clear()
         self._locations.clear()
         self._values.clear()
@@ -170,63 +173,20 @@ class GpuopsReader(StorageReader):
         return step_of(checkpoint_id) is not None
 
 
-class _VerifiedImage:
-    """The image of one shard, mapped on first use; each chunk is verified once."""
-
-    def __init__(
-        self, store: CheckpointStore, manifest: Manifest, record: ShardRecord, layout: ImageLayout
-    ) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._record = record
-        self._layout = layout
-        self._memory: memoryview | None = None
-        self._verified_chunks: set[int] = set()
-
-    def tensor(self, placed: PlacedTensor) -> torch.Tensor:
-        """Return one of its tensors, read-only."""
-        return view_of(self._verified(placed), placed)
-
-    def dcp_values(self) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
-        """Return the values that the writer saved next to the tensors, and the paths of names."""
-        memory = self._verified(self._layout.metadata_blob)
-        where = f"{self._record.shard.file_name} of {self._manifest.state}"
-        extra = loads(read_metadata_blob(memory, self._layout) or b"{}", f"the metadata of {where}")
-        saved = extra.get("dcp") if isinstance(extra, dict) else None
-        if saved is None:
-            return {}, {}
-        try:
-            values = {
-                name: base64.b64decode(text, validate=True)
-                for name, text in saved["values"].items()
-            }
-            return values, {name: tuple(path) for name, path in saved["paths"].items()}
-        except (KeyError, TypeError, AttributeError, binascii.Error) as exc:
-            raise CorruptError(f"the metadata of {where} cannot be read: {exc!r:.200}") from exc
-
-    def _verified(self, placed: PlacedTensor) -> memoryview:
-        if self._memory is None:
-            self._memory = self._open()
-        end = max(placed.end, placed.begin + 1)
-        for number in range(placed.begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            if number in self._verified_chunks:
-                continue
-            begin = number * CHUNK_BYTES
-            chunk = self._memory[begin : min(begin + CHUNK_BYTES, self._record.digest.nbytes)]
-            if not is_chunk_intact(chunk, self._record.digest, number):
-                raise CorruptError(
-                    f"{self._record.shard.file_name} of {self._manifest.state} in "
-                    f"{self._store.address}: the chunk at byte {begin} is not what was saved"
-                )
-            self._verified_chunks.add(number)
-        return self._memory
-
-    def _open(self) -> memoryview:
-        digest = self._record.digest
-        check_digest(digest)
-        path = self._store.local_shard_path(self._manifest.state, self._record.shard)
-        if path is None:
-            memory = SharedBuffer.create("gpuops-dcp-read", digest.nbytes)
-            self._store.fetch_shard(self._record, self._manifest.state, memory.view)
-            return memory.view
-        return map_file(path, digest.nbytes)
+def _read_values(
+    image: PartialImage, layout: ImageLayout
+) -> tuple[Mapping[str, bytes], Mapping[str, tuple[str | int, ...]]]:
+    """Return the values that the writer saved next to the tensors, and the paths of names."""
+    image.ensure([(layout.metadata_blob.begin, layout.metadata_blob.end)])
+    where = f"the metadata of {image.name}"
+    extra = loads(read_metadata_blob(image.view, layout) or b"{}", where)
+    saved = extra.get("dcp") if isinstance(extra, dict) else None
+    if saved is None:
+        return {}, {}
+    try:
+        values = {
+            name: base64.b64decode(text, validate=True) for name, text in saved["values"].items()
+        }
+        return values, {name: tuple(path) for name, path in saved["paths"].items()}
+    except (KeyError, TypeError, AttributeError, binascii.Error) as exc:
+        raise CorruptError(f"{where} cannot be read: {exc!r:.200}") from exc

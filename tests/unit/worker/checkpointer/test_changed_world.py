@@ -13,7 +13,8 @@ from support.placed import as_rank, sharded
 from torch import nn
 from torch.distributed.tensor import Shard as ByRows
 
-from gpuops.checkpoint.image import read_layout
+from gpuops.checkpoint.image import TensorSpec, plan_image, read_layout
+from gpuops.checkpoint.partial_image import PieceMap
 from gpuops.checkpoint.pieces import pieces_file_name
 from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import CheckpointError, Shard, StateId
@@ -22,6 +23,7 @@ from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.ranks import RankContext
 from gpuops.worker.restore import restore_adapters
 from gpuops.worker.restore_sources import DirectoryStateSource
+from gpuops.worker.state.saved_state import overlap_ranges
 
 WORLD, OWN_WORLD = 4, 3
 OLD, NEW = 2, 3
@@ -183,6 +185,50 @@ def test_a_rank_of_three_reads_little_more_than_its_own(reader, rank):
     assert reader.store.read_bytes_total <= 1.1 * model.nbytes() + HEADERS_BYTES
     assert reader.store.whole_reads == 0
     assert not why
+
+
+def parts_of(shape, dim, n):
+    """Return *n* equal parts of a tensor, cut along *dim*."""
+    found = []
+    size = -(-shape[dim] // n)
+    for begin in range(0, shape[dim], size):
+        part, offsets = list(shape), [0, 0]
+        part[dim], offsets[dim] = min(size, shape[dim] - begin), begin
+        nbytes = 4 * part[0] * part[1]
+        found.append(TensorSpec("w", "F32", tuple(part), nbytes, tuple(offsets), shape))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved", "loaded", "times_own"),
+    [
+        ((2000, 8192), (1, 4), (1, 2), 1.01),
+        ((2000, 8192), (1, 4), (1, 3), 1.51),
+        ((2000, 8192), (1, 2), (1, 4), 2.01),
+        ((2000, 8192), (0, 4), (1, 4), 4.01),
+        ((200, 2**20), (1, 4), (1, 3), 1.2),  # rows of a part have 1 MiB
+    ],
+)
+def test_of_columns_a_node_reads_each_piece_once_and_a_rank_alone_may_read_more(
+    shape, saved, loaded, times_own
+):
+    images = [
+        plan_image(Shard(rank, saved[1]), [part], 200)
+        for rank, part in enumerate(parts_of(shape, *saved))
+    ]
+    of_node = [PieceMap(image.nbytes) for image in images]
+    node_bytes = 0
+    for part in parts_of(shape, *loaded):
+        rank_bytes = 0
+        for image, pieces in zip(images, of_node, strict=True):
+            ranges = overlap_ranges(image.tensors[0], part)
+            rank_bytes += sum(e - b for b, e in PieceMap(image.nbytes).missing(ranges))
+            for begin, end in pieces.missing(ranges):
+                node_bytes += end - begin
+                pieces.mark(begin, end)
+        assert part.nbytes <= rank_bytes <= times_own * part.nbytes
+
+    assert node_bytes <= 1.01 * 4 * shape[0] * shape[1]
 
 
 def test_damage_in_what_a_rank_does_not_need_is_not_read(reader, states):

@@ -8,6 +8,7 @@ notices a damaged one before it sends any of it.
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 from gpuops.checkpoint.digest import HASH_BYTES
 from gpuops.checkpoint.partial_image import ByteRange, PutBytes
@@ -35,6 +36,9 @@ from gpuops.checkpoint.transfer.wire import (
 from gpuops.checkpoint.types import CorruptError, Digest, KeeperAddress, ShardCopy
 from gpuops.host.net.frames import WireError
 
+# While one part arrives, the holder hashes the chunk of the next.
+_REQUESTS_AHEAD = 2
+
 
 def fetch_parts(
     peer: KeeperAddress,
@@ -58,17 +62,22 @@ def fetch_parts(
     def work(connection: TransferConnection) -> None:
         nonlocal n_fetched
         open_copy(connection, wanted)
+        buffer = memoryview(bytearray(options.limits.chunk_bytes))
+        n_requested = 0
         while waiting:
+            for part in islice(waiting, n_requested, _REQUESTS_AHEAD):
+                connection.send(TransferFrameKind.GET_PART, GetPart(*part).to_bytes())
+                n_requested += 1
             try:
-                data = _request_part(connection, wanted.digest, *waiting[0])
+                data = _receive_part(connection, wanted.digest, GetPart(*waiting[0]), buffer)
             except TransferRefusedError as exc:
                 if exc.code is not TransferRefusal.DAMAGED:
                     raise
                 damaged.append(exc)
             else:
-                put(waiting[0][0], memoryview(data))
+                put(waiting[0][0], data)
             waiting.popleft()
-            n_fetched += 1
+            n_requested, n_fetched = n_requested - 1, n_fetched + 1
 
     what = f"a part of {wanted.shard.file_name} of {wanted.state}"
     try:
@@ -130,30 +139,29 @@ class _PieceHasher:
         self.hashes += piece_hashes(data)
 
 
-def _request_part(
-    connection: TransferConnection, digest: Digest, begin: int, end: int
-) -> bytearray:
-    """Return the verified bytes *begin* to *end*.
+def _receive_part(
+    connection: TransferConnection, digest: Digest, wanted: GetPart, buffer: memoryview
+) -> memoryview:
+    """Return the verified bytes of *wanted*, which was requested; they are in *buffer*.
 
     Raises:
         TransferRefusedError: The other side cannot serve them.
         WireError, OSError: The connection has failed, or the bytes arrived corrupt.
     """
-    wanted, chunk_bytes = GetPart(begin, end), connection.limits.chunk_bytes
-    connection.send(TransferFrameKind.GET_PART, wanted.to_bytes())
+    chunk_bytes = connection.limits.chunk_bytes
     kind, body = connection.receive(connection.limits.stall_s)
     if kind is not TransferFrameKind.DATA or GetPart.from_bytes(body) != wanted:
         raise WireError("not the requested part")
-    number = begin // chunk_bytes
+    number = wanted.begin // chunk_bytes
     n_here = min(chunk_bytes, digest.nbytes - number * chunk_bytes)
     block = connection.receive_bytes(block_bytes(n_here))
-    data, hasher = bytearray(end - begin), _PieceHasher()
-    is_authentic = connection.receive_chunk(memoryview(data), hasher)
+    data, hasher = buffer[: wanted.end - wanted.begin], _PieceHasher()
+    is_authentic = connection.receive_chunk(data, hasher)
     expected = digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]
     try:
         hashes = parse_block(block, expected, n_here)
     except CorruptError as exc:
         raise WireError(str(exc)) from exc
-    if not is_authentic or not are_expected(hasher.hashes, hashes, begin % chunk_bytes):
+    if not is_authentic or not are_expected(hasher.hashes, hashes, wanted.begin % chunk_bytes):
         raise WireError("a part arrived corrupt")
     return data

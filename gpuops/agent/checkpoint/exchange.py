@@ -9,6 +9,7 @@ from gpuops.control.threads import HOLD_S
 # read from it as often: no more than 200 nodes send anyway, with one heartbeat a second each.
 EXCHANGES_PER_S, EXCHANGE_MIN_S = 200, 0.1
 QUICK_POLLS = 100  # after the last change
+EXCHANGES_PER_COMMIT = 6  # and a little more; from a save to the next, if copies take no time
 
 
 def exchange_s(n_nodes: int) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from gpuops.agent.checkpoint.exchange import EXCHANGES_PER_COMMIT, exchange_s
 from gpuops.checkpoint.placement.estimate import CheckpointEstimate, describe_option, ram_options
 from gpuops.checkpoint.placement.survival import DomainLoss, DomainSpread
 from gpuops.hostlist import compress
@@ -221,6 +222,9 @@ def _cost_lines(
         if need.shared_bytes and need.are_alike:
             held = format_bytes(need.state_bytes - need.replica_bytes)
             yield labelled("", f"no copies of the other {held}: holders have them themselves")
+    if len(plan.job.nodes) > 1:
+        apart = format_seconds(EXCHANGES_PER_COMMIT * exchange_s(len(plan.job.nodes)))
+        yield labelled("commit", f"{apart} or more between two states: all nodes agree on each")
     written = format_bytes(need.persisted_bytes(len(plan.job.nodes)))
     if seconds.persist_s is None:
         yield labelled("persist", f"{written} a node; seconds with --disk-gbs")

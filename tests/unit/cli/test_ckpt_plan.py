@@ -107,6 +107,16 @@ def test_a_small_chance_is_not_rounded_to_certainty():
     assert "\n                 1                  100 %" in text
 
 
+@pytest.mark.parametrize(
+    ("n_nodes", "apart"), [("2", "0.60 s"), ("64", "1.92 s"), ("4096", "6.00 s")]
+)
+def test_how_far_apart_states_are_at_least_is_that_of_so_many_nodes(n_nodes, apart):
+    line = f"\ncommit     {apart} or more between two states: all nodes agree on each\n"
+
+    assert line in shown("--nodes", n_nodes, *SIZE)
+    assert "\ncommit" not in shown("--nodes", "1", "--replicas", "1", *SIZE)
+
+
 def test_json_has_all_figures_and_no_infinity():
     found = as_json(
         "--nodes", "16", "--domains", "4", *SIZE, *RATES, "--step", "2s", "--stall", "500ms"

@@ -242,7 +242,7 @@ class TransferTimes:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEstimate:
-    """The figures of `Job`. ``tiers`` is None where the rate of a tier is not known."""
+    """The figures for ``job``. ``tiers`` is None where the rate of a tier is not known."""
 
     job: EstimateInput
     placement: ReplicaPlacement

@@ -114,7 +114,7 @@ def map_state_ahead(env: Mapping[str, str]) -> None:
     Raises:
         KeyError, ValueError: *env* does not say which rank this is.
     """
-    if env.get("GPUOPS_KEPT"):
+    if env.get("GPUOPS_HAS_STATE"):
         # Its 60 modules are imported here, because a thread that imports may deadlock a fork.
         from gpuops.worker import map_ahead
 

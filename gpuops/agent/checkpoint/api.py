@@ -12,7 +12,8 @@ from gpuops.model import Json
 from gpuops.units import format_seconds
 
 KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
-KEPT = "GPUOPS_KEPT"  # set where the keeper has a state: workers map it while they import torch
+# Set where the keeper has a state: workers map it while they import torch.
+HAS_STATE = "GPUOPS_HAS_STATE"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
 OFF = ""  # set even so: a worker must not use a keeper from an inherited environment
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from gpuops.agent.checkpoint.api import (
+    HAS_STATE,
     KEEPER,
-    KEPT,
     OFF,
     CheckpointService,
     FinalFlush,
@@ -119,8 +119,8 @@ class KeeperSupervisor(CheckpointService):
         """Return the keeper's socket for the workers; `OFF` where there is no keeper."""
         keeper = self._keeper
         socket = OFF if keeper is None or not self._is_used else keeper.socket
-        kept = {KEPT: "1"} if socket and self._newest is not None else {}
-        return {KEEPER: socket, **kept, **directory_env(self._directory)}
+        has_state = {HAS_STATE: "1"} if socket and self._newest is not None else {}
+        return {KEEPER: socket, **has_state, **directory_env(self._directory)}
 
     def node_status(self) -> Json | None:
         return None if self._follower is None else self._follower.node_status()

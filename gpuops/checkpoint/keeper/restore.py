@@ -281,9 +281,9 @@ class RestoreFinder:
         if saved_by in (None, world):
             return ""
         return (
-            f". {saved_by} rank{'s' * (saved_by != 1)} saved it and {world} load it, so each node "
-            "needs all its shards in memory or in the directory; a job that is started anew "
-            "resumes from the newest in the directory"
+            f". {saved_by} rank{'s' * (saved_by != 1)} saved it and {world} load it, so each of "
+            "its shards has to be in the memory of some node or in the directory; a job that is "
+            "started anew resumes from the newest in the directory"
         )
 
     def _check_is_new(self, epoch: int, seen: int) -> None:

@@ -11,7 +11,7 @@ Used by the thread of the messages; the pushes themselves are jobs.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -168,16 +168,15 @@ class ReplicaPusher:
     _plans: PiecePlans = field(default_factory=PiecePlans)
     _cadence: SaveCadence = field(default_factory=SaveCadence)
 
-    def set_holders(self, holders: Sequence[KeeperAddress], ranks: Sequence[range] = ()) -> None:
-        """Push to *holders* from now on, and to no other; *ranks* are those of each."""
-        for peer in set(self._holders) - set(holders):
+    def set_holders(self, holders: Mapping[KeeperAddress, range]) -> None:
+        """Push to *holders* from now on, and to no other; the values are the ranks of each."""
+        for peer in self._holders.keys() - holders.keys():
             self._cancel(self._holders.pop(peer))
             for saved in self.memory.buffer_table.complete.values():
                 # It may drop its replicas; if it becomes a holder again, it is asked.
                 saved.arrived = {pair for pair in saved.arrived if pair[1] != peer}
-        for number, peer in enumerate(holders):
-            holder = self._holders.setdefault(peer, _Holder(peer))
-            holder.ranks = ranks[number] if number < len(ranks) else range(0)
+        for peer, ranks in holders.items():
+            self._holders.setdefault(peer, _Holder(peer)).ranks = ranks
         self.push_next()
 
     def stop(self) -> None:

@@ -194,13 +194,15 @@ class PeerService:
         of each holder and the one after its last, () where they are not known.
 
         Raises:
-            KeeperError: This keeper serves no peers yet, or there are too many holders.
+            KeeperError: This keeper serves no peers yet, or there are too many holders or ranks.
         """
         running = self._running
         if running is None and (holders or keep):
             raise KeeperError("this keeper does not serve other nodes yet")
         if len(holders) > HOLDERS_MAX:
             raise KeeperError(f"{len(holders)} holders of one node: at most {HOLDERS_MAX}")
+        if ranks and len(ranks) != len(holders):
+            raise KeeperError(f"{len(ranks)} ranges of ranks for {len(holders)} holders")
         self._stored_for_peers = frozenset(keep)
         self._nodes = (*nodes, *(holder.host for holder in holders))
         if running is not None:
@@ -209,7 +211,8 @@ class PeerService:
             self._has_surplus = not present <= self._stored_for_peers
             running.replicas.keep_only(self._stored_for_peers | present)
         self.pusher.pace.set_rate(bytes_per_s)
-        self.pusher.set_holders(holders, [range(*each) for each in ranks])
+        ranges = [range(*each) for each in ranks] or [range(0)] * len(holders)
+        self.pusher.set_holders(dict(zip(holders, ranges, strict=True)))
 
     def fetch_state(
         self,

@@ -71,13 +71,13 @@ class ReplicaInbox:
         return not self.is_cancelled
 
     def check(self) -> Generator[None, None, None]:
-        return self.store._check(self)  # noqa: SLF001 the two classes share their state
+        return self.store.check_rest(self)
 
     def complete(self) -> None:
-        self.store._complete(self)  # noqa: SLF001
+        self.store.complete(self)
 
     def detach(self) -> None:
-        self.store._detach(self)  # noqa: SLF001
+        self.store.detach(self)
 
 
 class ReplicaStore:
@@ -373,7 +373,10 @@ class ReplicaStore:
         ]
         inbox.tracker.find_present(at // HASH_BYTES for at in same)
 
-    def _check(self, inbox: ReplicaInbox) -> Generator[None, None, None]:
+    # Calls of an inbox; see `transfer.server.Inbox`.
+
+    def check_rest(self, inbox: ReplicaInbox) -> Generator[None, None, None]:
+        """Verify the image of a remainder together with what the own ranks have of it."""
         image, push = inbox.image, inbox.push
         if image is None or inbox.rest is not None:
             return
@@ -390,9 +393,7 @@ class ReplicaStore:
         finally:
             own.release()
 
-    # The life of slots.
-
-    def _complete(self, inbox: ReplicaInbox) -> None:
+    def complete(self, inbox: ReplicaInbox) -> None:
         with self._lock:
             slot, push = inbox.slot, inbox.push
             digest = inbox.image or inbox.tracker.digest
@@ -411,12 +412,14 @@ class ReplicaStore:
             )
             slot.rest, slot.inbox, slot.previous_digest = inbox.rest, None, None
 
-    def _detach(self, inbox: ReplicaInbox) -> None:
+    def detach(self, inbox: ReplicaInbox) -> None:
         with self._lock:
             inbox.n_writers -= 1
             if inbox.is_cancelled and inbox.n_writers == 0 and inbox.slot.inbox is inbox:
                 inbox.slot.inbox = None
             self._close_unused()
+
+    # The life of slots.
 
     def _unpin(self, slot: _ReplicaSlot) -> None:
         with self._lock:

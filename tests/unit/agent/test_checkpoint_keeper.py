@@ -64,7 +64,7 @@ def test_the_workers_are_told_that_there_is_a_state_which_they_map_ahead(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(7)
     bench.keeping.run_once()
-    told = {"GPUOPS_KEEPER": "/run/keeper.sock", "GPUOPS_KEPT": "1"}
+    told = {"GPUOPS_KEEPER": "/run/keeper.sock", "GPUOPS_HAS_STATE": "1"}
     assert bench.keeping.env() == told
 
     bench.keeping.begin(1, 1, None)

@@ -650,7 +650,9 @@ def test_a_state_of_more_ranks_that_is_not_complete_here_says_what_to_do(node):
         assert bool(node.core.group.error) == (world == 3), node.core.group.error
 
     assert "that of rank 2 is neither in this node's memory" in node.core.group.error
-    assert "4 ranks saved it and 3 load it, so each node needs all its" in node.core.group.error
+    assert (
+        "4 ranks saved it and 3 load it, so each of its shards has to be" in node.core.group.error
+    )
     assert "anew resumes from the newest in the directory" in node.core.group.error
 
 

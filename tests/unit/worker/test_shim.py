@@ -74,7 +74,11 @@ def test_a_script_ends_as_under_plain_python(tmp_path, body):
 @pytest.mark.parametrize("rank", ["0", "", "one"])
 def test_a_script_runs_where_what_should_be_mapped_ahead_is_not_there(tmp_path, rank):
     (tmp_path / "job.py").write_text("import ctypes\nprint('end')")
-    env = {"GPUOPS_KEPT": "1", "GPUOPS_KEEPER": str(tmp_path / "keeper.sock"), "WORLD_SIZE": "1"}
+    env = {
+        "GPUOPS_HAS_STATE": "1",
+        "GPUOPS_KEEPER": str(tmp_path / "keeper.sock"),
+        "WORLD_SIZE": "1",
+    }
 
     plain, shimmed = both(tmp_path, "job.py", env={**env, "RANK": rank} if rank else env)
 

@@ -353,9 +353,8 @@ class KeeperRequests:
                 persister.persist_if_due()
                 raise NotReadyError
         elif not persister.is_persistent(newest):
-            if waited_s < _COMMIT_SHARE * deadline_s:
+            if waited_s < _COMMIT_SHARE * deadline_s and persister.commit_at_end(newest):
                 persister.is_flushing = True
-                persister.commit_at_end(newest)
                 raise NotReadyError
             why = persister.commit_failure or "other nodes have not written their shards"
         persister.is_flushing = False

@@ -30,6 +30,8 @@ from gpuops.checkpoint.storage.written_once import plan_images
 from gpuops.checkpoint.types import CheckpointError, KeeperError, Shard, StateId
 
 COMMIT_AGAIN_S = 0.5
+# All nodes begin to write within seconds where their run ends: they need about as long.
+OTHERS_S = 60.0
 
 OpenStore = Callable[[str], CheckpointStore]
 
@@ -197,6 +199,7 @@ class Persister:
     _resumed: StateId | None = None
     _committing: StateId | None = None
     _commit_again_s: float = 0.0
+    _at_end: tuple[StateId, float] | None = None  # the state committed at the end, and since when
     _is_reported: bool = False
     read_back: ReadBack = field(init=False)
 
@@ -365,14 +368,21 @@ class Persister:
         task = CommitTask(state, world, policy, self.origin, self._resumed)
         run_task(self._run_commit(task))
 
-    def commit_at_end(self, state: StateId) -> None:
+    def commit_at_end(self, state: StateId) -> bool:
         """As `commit_shards` of what this node has written, where no leader says that all have.
 
-        Each node tries, again and again: one of them finds the shards of all.
+        Each node tries, again and again: one of them finds the shards of all. Returns whether to
+        wait for them any longer: a node that is gone never writes its shards.
         """
-        if self._committing is None and self.clock_s() >= self._commit_again_s:
-            self._commit_again_s = self.clock_s() + COMMIT_AGAIN_S
+        now_s = self.clock_s()
+        if self._at_end is None or self._at_end[0] != state:
+            self._at_end = (state, now_s)
+        if now_s - self._at_end[1] > OTHERS_S + self.seconds:
+            return False
+        if self._committing is None and now_s >= self._commit_again_s:
+            self._commit_again_s = now_s + COMMIT_AGAIN_S
             self.commit_shards(state, next(iter(self.memory.complete_shards(state))).world)
+        return True
 
     async def _run_commit(self, task: CommitTask) -> None:
         self.commit_failure = ""

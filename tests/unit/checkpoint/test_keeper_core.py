@@ -16,6 +16,7 @@ from gpuops.checkpoint.memory.node_memory import SYSTEM_RESERVE_BYTES, NodeMemor
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.inspection import verify_state
 from gpuops.checkpoint.storage.persist import persist
+from gpuops.checkpoint.storage.persister import OTHERS_S
 from gpuops.checkpoint.storage.read_back import AGAIN_S, WAIT_S, ReadBackTask
 from gpuops.checkpoint.types import (
     CheckpointError,
@@ -722,13 +723,16 @@ def test_without_a_leader_the_shards_of_several_nodes_still_become_a_state(tmp_p
         assert [stored.is_verified for stored in store.list_states()] == [bool(is_verified)]
 
 
-def test_a_flush_says_that_the_shards_of_other_nodes_are_missing(tmp_path):
+@pytest.mark.parametrize(("passed_s", "waited_s"), [(0.0, 9.5), (OTHERS_S + 1, 1.0)])
+def test_a_flush_says_that_the_shards_of_other_nodes_are_missing(tmp_path, passed_s, waited_s):
+    """At the end of its time, or once the others could have written as much as this node did."""
     (one, _other), _state = two_that_write_a_state(str(tmp_path / "states"))
     one.jobs.do("persist")
     assert flushed(one) is None
     one.jobs.do("persist")
 
-    done = flushed(one, 9.5)
+    one.now_s += passed_s
+    done = flushed(one, waited_s)
 
     assert (done.state, "not all of its 2 shards are there" in done.why) == (None, True)
     assert not [e for e in one.core.events.take(10**6) if e["kind"] == "persist_failed"]

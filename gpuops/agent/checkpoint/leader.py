@@ -144,6 +144,7 @@ class CommitLeader(LeaderExtension):
             is_replicated=plan.placement is not None and plan.placement.replicas > 1,
             overdue=self._pacer.overdue(now_s),
             next_step=self._pacer.next_step(),
+            resumed=restore.state if restore.world == roster.world_size else None,
             leader=self._me.node,
             nodes={member.agent: member.node for member in roster.members},
             equal_at=self._replica_check.equal_at,

@@ -42,8 +42,10 @@ class StatusSummary:
 
     States of another ``epoch`` belong to former workers. ``overdue`` states have waited too long
     for a node. ``next_step`` is the first step that all can save once the present decision has
-    reached them. ``equal_at`` returns the keys of the groups of ranks whose digests of a state are
-    all known and equal. ``leader`` is the leader's node; ``nodes`` maps agents to nodes.
+    reached them. ``resumed`` is the state that the generation loaded, None without one, or where
+    another number of ranks saved it. ``equal_at`` returns the keys of the groups of ranks whose
+    digests of a state are all known and equal. ``leader`` is the leader's node; ``nodes`` maps
+    agents to nodes.
     """
 
     generation: int
@@ -53,6 +55,7 @@ class StatusSummary:
     is_replicated: bool = True
     overdue: frozenset[StateId] = field(default_factory=frozenset)
     next_step: int | None = None
+    resumed: StateId | None = None
     leader: str = ""
     nodes: Mapping[str, str] = field(default_factory=dict)
     equal_at: Callable[[StateId], tuple[str, ...]] = lambda _state: ()
@@ -269,7 +272,9 @@ def _sealed(
     if not _is_complete(summary, statuses):
         return before.sealed
     common = set.intersection(*(set(w.parts) for w in statuses))
-    return _newest([before.sealed, *(s for s in common if s.epoch == summary.epoch)])
+    # A restart may come between the writing of a state and its commit in the directory.
+    epochs = {summary.epoch} | ({summary.resumed.epoch} if summary.resumed is not None else set())
+    return _newest([before.sealed, *(s for s in common if s.epoch in epochs)])
 
 
 class SavePacer:

@@ -111,6 +111,19 @@ def test_the_order_in_which_nodes_are_named_does_not_matter(found, order):
     )
 
 
+def test_what_all_had_written_before_a_restart_is_committed_in_the_directory_after_it():
+    written = StateId(EPOCH - 1, 9)
+    found = everybody(parts=(written,))
+    assert judge(CommitRecord(), found).sealed is None, "other ranks saved it, or none knows"
+
+    after = judge(CommitRecord(), replace(found, resumed=StateId(EPOCH - 1, 12)))
+
+    assert (after.sealed, after.sealer) == (written, "n0")
+    one_lacks_it = {**found.statuses, "a": NodeStatus(generation=5)}
+    lacking = replace(found, resumed=StateId(EPOCH - 1, 12), statuses=one_lacks_it)
+    assert judge(CommitRecord(), lacking).sealed is None
+
+
 def test_what_one_node_skipped_is_dropped_and_all_aim_at_a_later_step():
     state = StateId(EPOCH, 10)
     has = NodeStatus(generation=5, whole=(state,), decided=StateId(EPOCH, 14))

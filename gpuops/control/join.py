@@ -34,6 +34,9 @@ from gpuops.units import format_seconds
 
 log = logging.getLogger(__name__)
 
+# A run that still waits for nodes after this time logs once which nodes have joined.
+WAIT_NOTICE_S = 10.0
+
 # A live agent beats every second; one that does not in this time is dead, or as good as dead.
 LIVENESS_CHECK_S = 3.5
 _OTHER_JOB = (
@@ -233,10 +236,6 @@ def _is_late(heartbeat: Entry, began_ns: int) -> bool:
         return int(unpack(heartbeat.value)[SENT_KEY]) < began_ns
     except ENTRY_ERRORS:
         return False
-
-
-# After so long the user of a run that waits for nodes is told which have come.
-WAIT_NOTICE_S = 10.0
 
 
 def describe_arrivals(nodes: Sequence[str], n_min: int, left_s: float) -> str:

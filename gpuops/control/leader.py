@@ -260,12 +260,12 @@ class Leader:
 
     def _show_who_is_missing(self, record: ControlRecord, now_ns: int) -> None:
         """Tell the user, once, which nodes have come so far, and which agents were refused."""
-        nodes = self._membership.live_nodes(record, now_ns)
-        waits = record.phase is RunPhase.RENDEZVOUS and self._phase_s(now_ns) >= WAIT_NOTICE_S
-        if waits and len(nodes) < self._policy.restart.nodes_max:
-            left_s = self._policy.timeouts.join_timeout_s - self._phase_s(now_ns)
-            text = describe_arrivals(nodes, self._policy.n_nodes_min, max(left_s, 0.0))
-            self._show(record.generation, text)
+        if record.phase is RunPhase.RENDEZVOUS and self._phase_s(now_ns) >= WAIT_NOTICE_S:
+            nodes = self._membership.live_nodes(record, now_ns)
+            left_s = max(self._policy.timeouts.join_timeout_s - self._phase_s(now_ns), 0.0)
+            if len(nodes) < self._policy.restart.nodes_max:
+                text = describe_arrivals(nodes, self._policy.n_nodes_min, left_s)
+                self._show(record.generation, text)
         if now_ns >= self._refusals_due_ns:
             self._refusals_due_ns = now_ns + round(WAIT_NOTICE_S * NS_PER_S)
             for entry in self._client.store.list(REFUSED_PREFIX).values():

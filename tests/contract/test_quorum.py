@@ -52,6 +52,18 @@ def left(handles):
         handle.store.close()
 
 
+def formation(board, node, limits, wait, **more):
+    """Return the part of the agent on *node* in forming a quorum at *board*."""
+    return QuorumFormation(
+        server=board,
+        plan=QuorumPlan(node=node, limits=limits),
+        address="127.0.0.1",
+        run_key=RUN_KEY,
+        wait=wait,
+        **{"token": TOKEN, "introduction": lambda: board, **more},
+    )
+
+
 @pytest.fixture
 def introduce():
     """Return a function that forms a quorum of agents, each on its thread; ends what they left."""
@@ -63,15 +75,8 @@ def introduce():
 
         def one(index):
             with contextlib.closing(introduction()) as board:
-                return QuorumFormation(
-                    server=board,
-                    plan=QuorumPlan(node=f"n{index}", limits=limits),
-                    address="127.0.0.1",
-                    run_key=RUN_KEY,
-                    token=token,
-                    introduction=introduction,
-                    wait=threading.Event().wait,
-                ).run()
+                wait, more = threading.Event().wait, {"token": token, "introduction": introduction}
+                return formation(board, f"n{index}", limits, wait, **more).run()
 
         with ThreadPoolExecutor(n) as pool:
             return list(pool.map(one, range(n)))
@@ -217,16 +222,8 @@ def test_an_agent_that_waits_alone_says_once_who_has_come(caplog):
     def wait(_seconds):
         now_s[0] += 5.0
 
-    alone = QuorumFormation(
-        server=board,
-        plan=QuorumPlan(node="n0", limits=GatherLimits(nodes_min=3, nodes_max=3)),
-        address="127.0.0.1",
-        run_key=RUN_KEY,
-        token=TOKEN,
-        introduction=lambda: board,
-        wait=wait,
-        now_s=lambda: now_s[0],
-    )
+    limits = GatherLimits(nodes_min=3, nodes_max=3)
+    alone = formation(board, "n0", limits, wait, now_s=lambda: now_s[0])
 
     assert alone.run() == "only 1 of 3 nodes came within 600 s"
     (record,) = caplog.records
@@ -247,17 +244,9 @@ def test_whoever_cannot_reach_the_members_begins_no_second_run():
         def wait(_seconds):
             now_s[0] += 10.0
 
-        return QuorumFormation(
-            server=board,
-            plan=QuorumPlan(node=node, limits=GatherLimits(nodes_min=1, nodes_max=4)),
-            address="127.0.0.1",
-            run_key=RUN_KEY,
-            token=TOKEN,
-            introduction=lambda: board,
-            wait=wait,
-            now_s=lambda: now_s[0],
-            probe_timeout_s=0.1,
-        )
+        limits = GatherLimits(nodes_min=1, nodes_max=4)
+        more = {"now_s": lambda: now_s[0], "probe_timeout_s": 0.1}
+        return formation(board, node, limits, wait, **more)
 
     spare, first, second = come("spare"), come("n0"), come("n1")
     spare.plan = replace(spare.plan, limits=replace(spare.plan.limits, join_timeout_s=15.0))

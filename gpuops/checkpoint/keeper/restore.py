@@ -76,9 +76,8 @@ class RestoreFinder:
         by_state: dict[StateId, Mapping[Shard, MemoryShard]] = {}
         borrowed, peers = BorrowedReplicas(), None
         if criteria.before is None:  # else only what all nodes see
-            by_state |= {
-                state: self.memory.complete_shards(state) for state in self.memory.complete_states()
-            }
+            for state in self.memory.complete_states():
+                by_state[state] = self.memory.complete_shards(state)
             borrowed, peers = self._from_peers(instructions)
         for state in by_state:
             table.pin(state, pin)

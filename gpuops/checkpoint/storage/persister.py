@@ -199,7 +199,7 @@ class Persister:
     _resumed: StateId | None = None
     _committing: StateId | None = None
     _commit_again_s: float = 0.0
-    _at_end: tuple[StateId, float] | None = None  # the state committed at the end, and since when
+    _awaiting: tuple[StateId, float] | None = None  # the others' shards of a state, since when
     _is_reported: bool = False
     read_back: ReadBack = field(init=False)
 
@@ -375,9 +375,9 @@ class Persister:
         wait for them any longer: a node that is gone never writes its shards.
         """
         now_s = self.clock_s()
-        if self._at_end is None or self._at_end[0] != state:
-            self._at_end = (state, now_s)
-        if now_s - self._at_end[1] > OTHERS_S + self.seconds:
+        if self._awaiting is None or self._awaiting[0] != state:
+            self._awaiting = (state, now_s)
+        if now_s - self._awaiting[1] > OTHERS_S + self.seconds:
             return False
         if self._committing is None and now_s >= self._commit_again_s:
             self._commit_again_s = now_s + COMMIT_AGAIN_S

@@ -1,0 +1,12 @@
+"""Burn-in, pair sweep and learned floors: what active tests measured, and what it means.
+
+Everything here is a pure function of its arguments: no torch, no process, no clock, no file but
+the baseline's own. Programs that measure are in `gpuops.worker.burnin`, one small program a test;
+each prints one line of JSON per `measurement.Measurement`.
+
+* `measurement`: repeated results of one test on one part of a node.
+* `schedule`, `blame`: which nodes are tested together in a sweep, and which node or link the
+  outcomes name. `history` asks the same of all sweeps of several weeks.
+
+A judge returns findings (`gpuops.model.Finding`); who acts on them is above this layer.
+"""

@@ -1,6 +1,7 @@
 """``gpuops report`` and ``gpuops incident``: from the configured store or a run's own journal."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
 from gpuops.log import printable
-from gpuops.model import IncidentState, envelope
+from gpuops.model import Event, IncidentState, envelope
 from gpuops.report.render.incident_text import (
     decision_block,
     decision_json,
@@ -27,10 +28,17 @@ from gpuops.report.run_status import (
     judge_liveness,
     observe_agent,
 )
-from gpuops.report.time_breakdown import AgentLiveness, RunBreakdown, break_down_run
+from gpuops.report.time_breakdown import (
+    AgentLiveness,
+    CheckpointStart,
+    RunBreakdown,
+    break_down_run,
+)
 from gpuops.store.engine import IncidentStore
 from gpuops.store.history import load_journal, store_for_reading
 from gpuops.store.queries import run_queries
+
+_OFFERED, _FRESH_START = "checkpoint.offered", "checkpoint.fresh_start"
 
 run_dir_option = click.option(
     "--run-dir",
@@ -124,7 +132,11 @@ def _read_breakdown(
         last_event_us = run_queries.last_event_us(connection, run.id)
         decisions = run_queries.decisions(connection, run.id)
         exclusions = run_queries.exclusions(connection, run.id)
-        starts = run_queries.events(connection, run_id=run.id, kind="checkpoint.fresh_start")
+        starts = [
+            event
+            for kind in (_OFFERED, _FRESH_START)
+            for event in run_queries.events(connection, run_id=run.id, kind=kind)
+        ]
     found = break_down_run(
         run, attempts, incidents, last_event_us=last_event_us, agent=_agent_liveness(run, run_dir)
     )
@@ -132,8 +144,24 @@ def _read_breakdown(
         found,
         decisions=tuple(decisions),
         exclusions=tuple(exclusions),
-        fresh_starts={each.attempt or 0: str(each.payload.get("why")) for each in starts},
+        starts=_checkpoint_starts(starts),
     )
+
+
+def _checkpoint_starts(events: Sequence[Event]) -> dict[int, CheckpointStart]:
+    """Return what each attempt began with; of several nodes, one that lost states counts."""
+    found: dict[int, CheckpointStart] = {}
+    for event in events:
+        lost_step, why = event.payload.get("lost_step"), event.payload.get("why")
+        start = CheckpointStart(
+            is_fresh=event.kind == _FRESH_START,
+            why=str(why or ""),
+            lost_step=lost_step if isinstance(lost_step, int) else None,
+        )
+        known = found.get(event.attempt or 0)
+        if known is None or known.lost_step is None:
+            found[event.attempt or 0] = start
+    return found
 
 
 def _agent_liveness(run: run_queries.RunRow, run_dir: Path | None) -> AgentLiveness:

@@ -1,7 +1,9 @@
 """Advice from the time breakdown of a run, with the seconds concerned."""
 
+from collections.abc import Sequence
+
 from gpuops.model import EntityKind, FailureClass, Incident, IncidentState
-from gpuops.report.time_breakdown import RunBreakdown, TimePhase
+from gpuops.report.time_breakdown import AttemptBreakdown, RunBreakdown, TimePhase
 from gpuops.units import format_seconds
 
 # A restart is a process start, the import of torch and the set-up of the process groups.
@@ -59,14 +61,17 @@ def _redone(breakdown: RunBreakdown) -> list[str]:
     steps = "1 step was" if n_steps == 1 else f"{n_steps} steps were"
     took = format_seconds(breakdown.seconds[TimePhase.REDO])
     from_scratch = [attempt for attempt in again if attempt.restarted_from_scratch]
+    lost = _lost_with_keeper(breakdown, again)
+    if lost is not None:
+        return [f"{steps} made a second time, in {took}, because {lost}"]
     if from_scratch:
         first = from_scratch[0].row
-        why = breakdown.fresh_starts.get(first.ordinal)
-        if why is not None:
+        start = breakdown.starts.get(first.ordinal)
+        if start is not None and start.is_fresh:
             return [
                 (
                     f"{steps} made a second time, in {took}, because the Checkpointer of attempt"
-                    f" {first.ordinal} had nothing to load: {why}; save earlier or more often"
+                    f" {first.ordinal} had nothing to load: {start.why}; save earlier or more often"
                     " (every=), and to a directory (--ckpt-dir)"
                 )
             ]
@@ -79,12 +84,49 @@ def _redone(breakdown: RunBreakdown) -> list[str]:
                 " docs/frameworks.md)"
             )
         ]
+    whys = [
+        breakdown.starts[item.row.ordinal].why for item in again if _has_reason(breakdown, item)
+    ]
+    if whys:
+        return [
+            (
+                f"{steps} made a second time, in {took}, because a newer checkpoint could not be"
+                f" loaded: {'; '.join(dict.fromkeys(whys))}"
+            )
+        ]
     return [
         (
             f"{steps} made a second time, in {took}: the checkpoints that were loaded"
             " were that much older than the failures; save more often if a save costs less"
         )
     ]
+
+
+def _has_reason(breakdown: RunBreakdown, item: AttemptBreakdown) -> bool:
+    start = breakdown.starts.get(item.row.ordinal)
+    return start is not None and bool(start.why)
+
+
+def _lost_with_keeper(breakdown: RunBreakdown, again: Sequence[AttemptBreakdown]) -> str | None:
+    """Return that keepers of the checkpoints died, and what to do; None where none did."""
+    starts = {item.row.ordinal: breakdown.starts.get(item.row.ordinal) for item in again}
+    lost = {
+        ordinal: start
+        for ordinal, start in starts.items()
+        if start is not None and start.lost_step is not None
+    }
+    if not lost:
+        return None
+    before = ", ".join(f"{ordinal} (step {start.lost_step})" for ordinal, start in lost.items())
+    noun = "attempt" if len(lost) == 1 else "attempts"
+    advised = "a state on disk outlives it: set a directory (--ckpt-dir)"
+    if not any(start.is_fresh for start in lost.values()):
+        advised = "the newest state on disk was that much older: persist_every= sets how often"
+    return (
+        "the keeper of the checkpoints died, and the states in memory were lost with it, before"
+        f" {noun} {before}; {advised}. If the kernel ended it for lack of memory, its log"
+        " (dmesg) says so"
+    )
 
 
 def _stepless(breakdown: RunBreakdown) -> list[str]:

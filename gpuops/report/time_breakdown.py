@@ -109,10 +109,23 @@ class AttemptBreakdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStart:
+    """What the Checkpointer of an attempt began with.
+
+    ``why``: why it had no state to load, or not the newest one from memory; "" where it had.
+    ``lost_step``: of the newest state that was lost with the process that held it in memory.
+    """
+
+    is_fresh: bool
+    why: str
+    lost_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunBreakdown:
     """A run with its time breakdown. The spans are contiguous from ``start_us`` to ``end_us``.
 
-    ``fresh_starts``: by attempt, why its Checkpointer had no state to load.
+    ``starts``: by attempt, what its Checkpointer began with.
     """
 
     run: RunRow
@@ -124,7 +137,7 @@ class RunBreakdown:
     agent: AgentLiveness = AgentLiveness.UNKNOWN
     decisions: tuple[DecisionRow, ...] = ()
     exclusions: tuple[ExclusionRow, ...] = ()
-    fresh_starts: Mapping[int, str] = field(default_factory=dict)
+    starts: Mapping[int, CheckpointStart] = field(default_factory=dict)
 
     @property
     def wall_s(self) -> float:

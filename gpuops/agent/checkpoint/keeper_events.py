@@ -24,7 +24,7 @@ SECONDS_MAX = 4e9
 RANKS_NAMED_MAX = 64
 COMMITTED, SKIPPED, GIVEN_UP, RESTORED = "committed", "skipped", "given_up", "restored"
 WHOLE, REPLICATED = "whole", "replicated"
-FRESH_START, STEPS_DIFFER = "fresh_start", "steps_differ"
+OFFERED, FRESH_START, STEPS_DIFFER = "offered", "fresh_start", "steps_differ"
 DIFFER, ALIKE, APART = "replicas_differ", "replicas_alike", "replicas_apart"
 _TIER_NAMES = {Tier.PEER.value: "a peer's memory", Tier.PERSISTENT.value: "the directory"}
 # The severities of events that are recorded one by one; the others are counted.
@@ -201,8 +201,11 @@ class ResumeReport:
     nbytes: int
     longest_s: float
 
-    def to_text(self) -> str:
-        """Return ``resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s``."""
+    def to_text(self, why: str = "") -> str:
+        """Return ``resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s``.
+
+        *why*: the reason why they load this state, or from there.
+        """
         by_tier: dict[str, list[int]] = {}
         for rank, tier in sorted(self.tiers.items()):
             by_tier.setdefault(tier, []).append(rank)
@@ -211,7 +214,8 @@ class ResumeReport:
             for tier, ranks in sorted(by_tier.items())
         )
         size, took = format_bytes(self.nbytes), format_seconds(self.longest_s)
-        return f"resumed from step {self.state.step}: {named}; {size} in {took}"
+        because = f", because {why}" if why else ""
+        return f"resumed from step {self.state.step}: {named}; {size} in {took}{because}"
 
 
 def resume_report(events: Sequence[KeeperEvent]) -> ResumeReport | None:

@@ -149,17 +149,25 @@ class KeeperSupervisor(CheckpointService):
         with self._locked("preparing the checkpoints", self._times.ready_s) as is_locked:
             if not is_locked or self._is_over:
                 return
-            self._generation = None
-            self._poll()
-            self._lost = None
-            self._record.end_generation()
+            lost = self._end_generation()
             # On several nodes all have to agree on which states are complete.
             self._is_used = n_nodes == 1
-            current = KeeperGeneration(generation, n_nodes, excluded_step, roster)
+            current = KeeperGeneration(generation, n_nodes, excluded_step, roster, newest=lost)
             if not self._begin_keeper(current):
                 self._begin_keeper(current)
             self._poll()
             self._at_begin = self._newest
+
+    def _end_generation(self) -> StateId | None:
+        """End the previous generation; return the newest state of a keeper that is gone."""
+        before, newest = self._generation, self._newest
+        self._generation = None
+        self._poll()
+        self._lost = None
+        self._record.end_generation()
+        if self._keeper is not None:
+            return None
+        return newest if before is None else before.newest or newest
 
     def _begin_keeper(self, current: KeeperGeneration, *, is_replaced: bool = False) -> bool:
         """Prepare a keeper for this generation; return whether there is one.

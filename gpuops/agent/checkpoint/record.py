@@ -7,12 +7,14 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gpuops.agent.checkpoint.api import FinalFlush, StartedKeeper
 from gpuops.agent.checkpoint.keeper_events import (
     ALIKE,
     APART,
     FRESH_START,
+    OFFERED,
     RESTORED,
     STEPS_DIFFER,
     KeeperEvent,
@@ -24,7 +26,7 @@ from gpuops.agent.checkpoint.keeper_events import (
 )
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.monitors.progress import StepTracker
-from gpuops.checkpoint.types import CheckpointError, KeeperError, StateId
+from gpuops.checkpoint.types import CheckpointError, KeeperError, StateId, Tier
 from gpuops.host.clock import Clock
 from gpuops.model import FailureClass, Severity
 from gpuops.units import NS_PER_S
@@ -63,6 +65,8 @@ class CheckpointRecord:
         self._counts_ns = clock.mono_ns()
         self._loads: list[KeeperEvent] = []
         self._has_shown = False
+        self._lost: StateId | None = None  # with a keeper; nothing newer was saved since
+        self._why_offered = ""
         self._warned: dict[str, str] = {}  # the last reason by event kind
         self._repeats: Counter[str] = Counter()
 
@@ -78,6 +82,8 @@ class CheckpointRecord:
             "ended": started.ended or None,
         }
         self._journal.checkpoint("checkpoint.keeper", payload)
+        if lost is not None and (newest is None or newest < lost):
+            self._lost = lost
         if started.ended:
             self.failed("keeping checkpoints in memory", KeeperError(started.ended))
         if started.ended or (lost is not None and newest is None):
@@ -99,12 +105,13 @@ class CheckpointRecord:
             if is_counted(event):
                 self._counter.add(event)
                 continue
+            if event.kind in (OFFERED, FRESH_START):
+                self._start(event)
+                continue
             self._journal.checkpoint(*journal_event(event))
             self._replicas(event)
             if event.kind in _TROUBLE:
                 self._trouble(event)
-            elif event.kind == FRESH_START:
-                self._show_start(f"the Checkpointer starts at step 0: {event.why}")
             elif event.kind == "persisted":
                 self._warned.pop("persist_failed", None)
         self._record_loads([event for event in events if event.kind == RESTORED])
@@ -113,6 +120,8 @@ class CheckpointRecord:
 
     def newest(self, state: StateId, *, is_new: bool) -> None:
         """Record the newest state in memory, on which the restart decision depends."""
+        if self._lost is not None and state >= self._lost:
+            self._lost = None
         self._step_tracker.saved(state.step, is_new=is_new)
 
     def failed(self, what: str, error: Exception) -> None:
@@ -137,6 +146,7 @@ class CheckpointRecord:
         self._repeats.clear()
         self._loads.clear()
         self._has_shown = False
+        self._why_offered = ""
 
     def _record_counts(self) -> None:
         self._counts_ns = self._clock.mono_ns()
@@ -149,9 +159,27 @@ class CheckpointRecord:
         if found is None:
             return
         self._step_tracker.loaded(found.state.step)
-        self._journal.resumed(found.to_text(), found.longest_s)
+        text = found.to_text(self._why_offered)
+        self._journal.resumed(text, found.longest_s)
         if len(found.tiers) >= self._n_ranks:
-            self._show_start(found.to_text())
+            self._show_start(text)
+
+    def _start(self, event: KeeperEvent) -> None:
+        """Record the state that the keeper offers to the ranks, or that it has none, and why."""
+        why = event.why or ""
+        lost = None if event.tier is Tier.MEMORY else self._lost
+        if lost is not None:
+            loss = (
+                "the keeper of the checkpoints died, and the states in memory were lost with it"
+                f" (the last one known: step {lost.step})"
+            )
+            why = f"{loss}; {why}" if why else loss
+        self._why_offered = why
+        kind, payload, severity = journal_event(replace(event, why=why or None))
+        lost_step = None if lost is None else lost.step
+        self._journal.checkpoint(kind, {**payload, "lost_step": lost_step}, severity)
+        if event.kind == FRESH_START:
+            self._show_start(f"the Checkpointer starts at step 0: {why}")
 
     def _show_start(self, text: str) -> None:
         """Tell the user what the workers start with, once in a generation."""

@@ -201,6 +201,22 @@ def test_a_keeper_that_dies_under_its_workers_is_followed_by_one_that_takes_over
     assert bench.heard.states == [(9, True), (10, True)]
 
 
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_what_was_lost_with_a_keeper_is_on_record_if_its_successor_begins_a_generation(is_noticed):
+    first, second = FakeKeeper(), FakeKeeper()
+    bench = Bench(first, second)
+    bench.keeping.begin(0, 1, None)
+    first.commit(9)
+    bench.keeping.run_once()
+    first.kill()
+    if is_noticed:  # while the workers end
+        bench.keeping.poll()
+    bench.keeping.begin(1, 1, None)
+
+    assert second.begun == [(1, 1, None)]
+    assert bench.heard.lost == [None, StateId(0, 9)]
+
+
 def test_while_ranks_may_still_ask_what_to_load_another_keeper_begins_as_the_first_did():
     first, second = FakeKeeper(), FakeKeeper()
     first.commit(5)  # of a former generation

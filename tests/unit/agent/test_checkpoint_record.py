@@ -101,6 +101,63 @@ def test_a_start_without_a_state_is_shown_once_with_its_reason(desk):
     assert [payload["why"] for payload in desk.of("checkpoint.fresh_start")] == [why] * 2
 
 
+def begin_again(desk, offer):
+    """Begin a generation whose two ranks load what *offer* says."""
+    desk.record.end_generation()
+    desk.keeper.told.append(offer)
+    for rank in (0, 1):
+        desk.keeper.restored(
+            offer["state"][1], rank=rank, epoch=offer["state"][0], tier=offer["tier"]
+        )
+    desk.hear()
+
+
+LOST = (
+    "the keeper of the checkpoints died, and the states in memory were lost with it "
+    "(the last one known: step 80)"
+)
+
+
+def test_a_start_from_the_directory_after_the_death_of_a_keeper_gives_that_reason(desk):
+    desk.record.keeper_started(desk.keeper.started(), None, lost=StateId(0, 80))
+    begin_again(desk, {"kind": "offered", "state": [0, 20], "tier": "persistent"})
+
+    assert desk.news == [
+        "resumed from step 20: ranks 0-1 from the directory; 2.0 kB in 0.25 s, because " + LOST
+    ]
+    (offered,) = desk.of("checkpoint.offered")
+    assert (offered["lost_step"], offered["why"]) == (80, LOST)
+
+
+def test_a_fresh_start_after_the_death_of_a_keeper_gives_that_reason_too(desk):
+    desk.record.keeper_started(desk.keeper.started(), None, lost=StateId(0, 80))
+    why = "no state is in memory, and no directory is set"
+    desk.keeper.told.append({"kind": "fresh_start", "why": why})
+    desk.hear()
+
+    assert desk.news == [f"the Checkpointer starts at step 0: {LOST}; {why}"]
+    assert [p["lost_step"] for p in desk.of("checkpoint.fresh_start")] == [80]
+
+
+def test_once_a_newer_state_is_in_memory_the_death_of_a_keeper_is_no_reason(desk):
+    desk.record.keeper_started(desk.keeper.started(), None, lost=StateId(0, 80))
+    desk.record.newest(StateId(0, 20), is_new=True)  # what the ranks load from the directory
+    begin_again(desk, {"kind": "offered", "state": [0, 20], "tier": "persistent"})
+    desk.record.newest(StateId(1, 30), is_new=True)
+    begin_again(desk, {"kind": "offered", "state": [1, 30], "tier": "persistent"})
+
+    assert [LOST in text for text in desk.news] == [True, False]
+    assert [p["lost_step"] for p in desk.of("checkpoint.offered")] == [80, None]
+
+
+def test_a_start_from_an_older_state_says_why_newer_ones_were_passed_over(desk):
+    why = "step 44 (epoch 0) is skipped: /c/shard-00000-of-00002.safetensors is corrupt"
+    begin_again(desk, {"kind": "offered", "state": [0, 40], "tier": "persistent", "why": why})
+
+    (text,) = desk.news
+    assert text.endswith(f"because {why}")
+
+
 def test_the_decision_learns_what_is_safe(desk):
     desk.record.newest(StateId(0, 30), is_new=True)
     desk.record.newest(StateId(1, 8), is_new=True)

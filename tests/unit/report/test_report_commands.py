@@ -11,6 +11,7 @@ from support.history import T0, a_killed_run, record_run
 
 from gpuops.cli.main import run_command
 from gpuops.host.clock import FakeClock
+from gpuops.store.events import new_event
 from gpuops.store.spool.record import spool_recorder
 
 SHOW_TORCH = "print('torch' in sys.modules)"
@@ -84,6 +85,24 @@ def test_report_shows_the_newest_run_with_what_still_waited_in_the_spool(call, r
     assert err == ""
     assert out.splitlines()[0].startswith("run demo (abcd1234) completed after 1 restart")
     assert "rank 1 on n041 was ended by SIGKILL at step 57" in out
+
+
+def test_the_death_of_a_keeper_is_the_reason_for_steps_that_were_made_again(tmp_path, call):
+    clock = FakeClock(T0)
+    place = {"node": "n041", "boot_id": "b", "bytes_max": 2**24, "clock": clock}
+    recorder = spool_recorder(tmp_path / "spool", **place)
+    run, rows, incidents = a_killed_run()
+    record_run(recorder, run, rows, incidents, clock)
+    for kind, attempt, lost_step in (("fresh_start", 0, None), ("offered", 1, 55)):
+        payload = {"why": None, "lost_step": lost_step}
+        where = {"node": "n041", "clock": clock, "run_id": run.id, "attempt": attempt}
+        recorder.record(new_event(f"checkpoint.{kind}", payload=payload, **where))
+    recorder.close()
+    _, out, _ = call("report")
+
+    said = " ".join(out.split())
+    assert "because the keeper of the checkpoints died" in said
+    assert "before attempt 1 (step 55); the newest state on disk was that much older" in said
 
 
 @pytest.mark.parametrize("words", [["abcd1234"], ["run"], ["run", "abcd1234"], ["0190f6a0"]])

@@ -17,7 +17,7 @@ from gpuops.report.render.incident_text import incident_block, incident_list
 from gpuops.report.render.json_bodies import report_json
 from gpuops.report.render.layout import WIDTH, count_noun, table, truncate
 from gpuops.report.render.run_text import report_text
-from gpuops.report.time_breakdown import AgentLiveness, break_down_run
+from gpuops.report.time_breakdown import AgentLiveness, CheckpointStart, break_down_run
 
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "report" / "killed_run.txt"
 
@@ -85,9 +85,43 @@ def test_a_run_without_a_checkpoint_is_told_so_plainly():
     assert "25.0 s" in first
 
 
+def start(why, *, is_fresh=True, lost_step=None):
+    return CheckpointStart(is_fresh=is_fresh, why=why, lost_step=lost_step)
+
+
+def advised(starts):
+    return advice(replace(break_down_run(*a_killed_run()), starts=starts))
+
+
+@pytest.mark.parametrize(
+    ("is_fresh", "advised_to"),
+    [(True, "set a directory (--ckpt-dir)"), (False, "persist_every= sets how often")],
+)
+def test_steps_that_were_lost_with_a_keeper_are_not_blamed_on_the_interval(is_fresh, advised_to):
+    (first, *_) = advised({1: start("it died", is_fresh=is_fresh, lost_step=55)})
+
+    assert "57 steps were made a second time, in 25.0 s, because the keeper of the check" in first
+    assert "before attempt 1 (step 55)" in first
+    assert advised_to in first
+    assert "save" not in first
+
+
+def test_steps_that_were_lost_with_a_damaged_state_are_not_blamed_on_the_interval():
+    run, rows, incidents = a_killed_run()
+    rows = [rows[0], replace(rows[1], steps_first=31)]
+    found = replace(
+        break_down_run(run, rows, incidents),
+        starts={1: start("step 55 (epoch 0) is skipped: /c/x is corrupt", is_fresh=False)},
+    )
+    (first, *_) = advice(found)
+
+    assert "because a newer checkpoint could not be loaded: step 55 (epoch 0) is skipped" in first
+    assert "save more often" not in first
+
+
 def test_a_job_with_a_checkpointer_is_told_why_it_had_nothing_to_load():
     why = "no state is in memory, and no directory is set"
-    (first, *_) = advice(replace(break_down_run(*a_killed_run()), fresh_starts={0: "", 1: why}))
+    (first, *_) = advised({0: start(""), 1: start(why)})
 
     assert f"because the Checkpointer of attempt 1 had nothing to load: {why}; save ear" in first
     assert "loads no checkpoint" not in first

@@ -207,13 +207,16 @@ def _by_signal(
         return _by_rule(
             worker, rule, line, Confidence.PROBABLE, f"its log, and {name}", process_lines
         )
+    is_abort = meaning.failure_class is FailureClass.ABORT
+    reason = exception.abort_reason(_tail(worker)) if is_abort else None
     return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,
         failure_class=meaning.failure_class,
         side=meaning.side,
         confidence=meaning.confidence,
-        basis=meaning.basis,
+        basis=meaning.basis if reason is None else f"{meaning.basis}; its log has the reason",
+        lines=() if reason is None else (reason,),
         kernel_lines=process_lines,
     )
 

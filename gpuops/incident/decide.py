@@ -32,11 +32,11 @@ restart                     anything else, also unexplained failures            
 =========================== ==================================================== ==================
 
 A restart counts unless the rule says otherwise, and excludes suspected nodes that can be spared
-(`gpuops.incident.suspicion`). Software faults need a signature (a root in user code, see
-`gpuops.incident.signature`) and no evidence against any node. A weak signature (an exit code alone,
-the place of a hang) needs three: the place of a hang never spends a larger budget. A suspect node
-costs one more attempt: with stable ranks a bug of one rank and a fault of one device look alike,
-until the rank runs elsewhere.
+(`gpuops.incident.suspicion`). Software faults need a signature (a root in user code, or the reason
+of an abort, see `gpuops.incident.signature`) and no evidence against any node. A weak signature (an
+exit code alone, the place of a hang) needs three: the place of a hang never spends a larger budget.
+A suspect node costs one more attempt: with stable ranks a bug of one rank and a fault of one device
+look alike, until the rank runs elsewhere.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,6 +10,11 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"]{1,400})", line (?P<line>\d+)')
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 # torch prefixes the last output of a rank with its rank: "[rank3]: Traceback …".
 _RANK_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
+# libstdc++'s last words for an uncaught exception, and glibc's for assert(3).
+_TERMINATE = re.compile(r"^terminate called after throwing an instance of '([^']{1,200})'")
+_WHAT = re.compile(r"^\s*what\(\):\s*(\S.*)")
+_ASSERTION = re.compile(r"^\S.{0,800}: Assertion [`'].{1,800}' failed\.?\s*$")
+_SOURCE_FOLDER = re.compile(r"(?:\.{0,2}/)[^\s\[\]:]{0,300}/(?=[^\s\[\]:/]{1,100}:\d)")
 _LAST_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Warning))\b")
 
 
@@ -33,6 +38,23 @@ def exception_lines(worker: WorkerExit) -> list[str]:
     if not message.startswith((short, worker.exception_type)):
         message = f"{worker.exception_type}: {message}"
     return message.splitlines() + drop_frames(worker.traceback)
+
+
+def abort_reason(lines: Iterable[str]) -> str | None:
+    """Return why a process aborted itself by its log, None where that does not say it.
+
+    An uncaught C++ exception, as ``"std::runtime_error: text"``, or a failed assertion; of a source
+    file only the name.
+    """
+    kind, found = "", None
+    for line in map(strip_rank_prefix, lines):
+        if match := _TERMINATE.match(line):
+            kind = found = match[1]
+        elif kind and (match := _WHAT.match(line)):
+            found = f"{kind}: {match[1]}"
+        elif _ASSERTION.match(line):
+            found = line
+    return None if found is None else _SOURCE_FOLDER.sub("", found).strip()
 
 
 def headline(worker: WorkerExit, width: int = 160) -> str:

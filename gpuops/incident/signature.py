@@ -5,9 +5,10 @@ code, the message without what varies between attempts (numbers, addresses, path
 line number is included: within one run it changes only if the program was edited, and then one more
 attempt is right, while without it two bare ``assert``s in one function would be the same bug.
 
-Only a root in user code has a signature, because a repeated signature ends the run. Failures that
-CUDA, NCCL, c10d, gloo, sockets, files, memory or a signal may have caused have none, also if the
-program wrapped them in its own exception: then the cause is in the traceback.
+Only a root in user code has a signature, because a repeated signature ends the run, and an abort
+whose log has the reason: an uncaught C++ exception or a failed assertion. Failures that CUDA, NCCL,
+c10d, gloo, sockets, files, memory or another signal may have caused have none, also if the program
+wrapped them in its own exception: then the cause is in the traceback.
 """
 
 import re
@@ -52,6 +53,10 @@ _INFRASTRUCTURE_TEXT = re.compile(
     r"|[Ss]tale file handle|[Rr]ead-only file system|not connected|[Nn]ame resolution"
     r"|[Tt]oo many open files|DataLoader worker \(pid"
 )
+# gloo found that ranks call collectives with different sizes, or that a setting is wrong.
+_GLOO_INVARIANT = "gloo::EnforceNotMet"
+_TRANSIENT_CPP = frozenset({"std::bad_alloc", "std::system_error"})  # memory, threads, sockets
+_SOURCE_PLACE = re.compile(r"^\[[^\]]{1,400}:\d+\]\s*")
 _DEVICE = re.compile(r"CUDA|device-side")
 _INSTALLED = re.compile(r"site-packages/|dist-packages/|^<frozen|/lib(?:64)?/python\d|^<string>$")
 _FRAME = re.compile(
@@ -70,8 +75,10 @@ _SPACE = re.compile(r"\s+")
 
 
 def signature_of(classified: ClassifiedExit) -> str | None:
-    """Return the signature of a worker's end, None unless the root is known to be user code."""
+    """Return the signature of a worker's end, None unless the program itself explains it."""
     worker = classified.worker
+    if classified.role is Role.ROOT and classified.failure_class is FailureClass.ABORT:
+        return _abort_signature(classified)
     if not _is_program_failure(classified):
         return None
     if worker.exception_type is not None:
@@ -153,6 +160,24 @@ def _exception_signature(
     head = f"{kind[:80]} at {where}" if where else kind[:80]
     message_text = normalize(message.partition("\n")[0])
     return (f"{head}: {message_text}" if message_text else head)[:SIGNATURE_CHARS_MAX]
+
+
+def _abort_signature(classified: ClassifiedExit) -> str | None:
+    """Return the signature of an abort by its reason, None where that is not known.
+
+    The place in a library's source says who noticed, not what failed.
+    """
+    reason = " ".join(classified.lines[:1]).strip()
+    kind, _, message = reason.partition(": ")
+    judged = "" if kind == _GLOO_INVARIANT else kind
+    if (
+        not reason
+        or classified.is_specific  # by a rule, such as for a damaged heap
+        or kind in _TRANSIENT_CPP
+        or _is_infrastructure(judged, [_SOURCE_PLACE.sub("", message)])
+    ):
+        return None
+    return f"abort by {normalize(reason)}"[:SIGNATURE_CHARS_MAX]
 
 
 def _is_infrastructure(kind: str, lines: Iterable[str]) -> bool:

@@ -162,7 +162,12 @@ def _unseen(breakdown: RunBreakdown) -> list[str]:
 
 def _repeated(breakdown: RunBreakdown) -> list[str]:
     """Return a warning if the same program error ended several attempts."""
-    kinds = (FailureClass.USER_EXCEPTION, FailureClass.CUDA_OOM, FailureClass.USER_EARLY_EXIT)
+    kinds = (
+        FailureClass.USER_EXCEPTION,
+        FailureClass.CUDA_OOM,
+        FailureClass.USER_EARLY_EXIT,
+        FailureClass.ABORT,
+    )
     programs = [item for item in breakdown.incidents if item.failure_class in kinds]
     seen: dict[tuple[str, str], list[Incident]] = {}
     for item in programs:

@@ -1,6 +1,7 @@
 """What one worker's end looked like: its status, its exception, its last step, its last lines."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ TEXT_CHARS_MAX = 1600
 SCRUB_CHARS_MAX = 4096  # of a line; more than is kept, so that no half of a secret is
 ERROR_BYTES_MAX = 2**20
 TRACEBACK_LINES_MAX = 60
+DUMP_LINES_MAX = 12
+# The parts of a dump by faulthandler, after its first line.
+_DUMP_START = "Fatal Python error: "
+_MODULES = "Extension modules: "
+_DUMP_PART = re.compile(r"(?:Current t|T)hread 0x|  File \"|  <|  \.\.\.|Python runtime state: ")
 ScrubLines = Callable[[Sequence[str]], list[str]]
 
 
@@ -154,4 +160,21 @@ def _tail(path: Path | None, scrub: ScrubLines, count: int) -> tuple[str, ...]:
     except OSError:
         return ()
     lines = [line.rpartition("\r")[2] for line in text.split("\n") if line.strip()]
-    return _shown(lines, scrub, count, LINE_CHARS_MAX)
+    return _shown(_shorten_dump(lines), scrub, count, LINE_CHARS_MAX)
+
+
+def _shorten_dump(lines: list[str]) -> list[str]:
+    """Return *lines* with at most `DUMP_LINES_MAX` of a dump by faulthandler, without its modules.
+
+    It has the stacks of all threads, and follows the reason: that has to stay in the tail.
+    """
+    lines = [line for line in lines if not line.startswith(_MODULES)]
+    starts = [i for i, line in enumerate(lines, start=1) if line.startswith(_DUMP_START)]
+    if not starts:
+        return lines
+    start = end = starts[-1]
+    while end < len(lines) and _DUMP_PART.match(lines[end]):
+        end += 1
+    threads = range(start, end)
+    current = next((i for i in threads if lines[i].startswith("Current thread")), start)
+    return [*lines[:start], *lines[current : min(end, current + DUMP_LINES_MAX)], *lines[end:]]

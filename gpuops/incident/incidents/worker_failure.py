@@ -139,7 +139,9 @@ def _message_text(classified: ClassifiedExit) -> str:
     if worker.exception_type is not None:
         width = USAGE_CHARS if classified.failure_class.is_usage_error else MESSAGE_CHARS
         message_text = exception.headline(worker, width).partition(": ")[2]
-    elif ending_signal(worker) is None and classified.lines:
+    elif classified.lines and (
+        ending_signal(worker) is None or classified.failure_class is FailureClass.ABORT
+    ):
         message_text = exception.truncate(
             exception.strip_rank_prefix(classified.lines[0]).strip(), MESSAGE_CHARS
         )

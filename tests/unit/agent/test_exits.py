@@ -116,6 +116,24 @@ def test_the_tail_ends_with_standard_error_and_is_clean(tmp_path):
     assert len(lines[-1]) <= 400
 
 
+@pytest.mark.parametrize("current", ["Thread", "Current thread"])
+def test_the_reason_of_an_abort_is_not_pushed_out_by_the_dump_that_follows(tmp_path, current):
+    frames = [f'  File "/x/a.py", line {n} in f' for n in range(9)]
+    dump = [line for n in range(40) for line in (f"Thread 0x{n:x} (most recent):", *frames, "")]
+    dump += [f"{current} 0xff (most recent call first):", *frames, ""]
+    words = ["terminate called after throwing an instance of 'x::E'", "  what():  4 vs 1"]
+    err = tmp_path / "stderr.log"
+    last = ["Fatal Python error: Aborted", "", *dump, "Extension modules: a.b, c.d (total: 2)"]
+    err.write_text("\n".join([*words, *last, "after it", ""]))
+    lines, _path = read_tail(RankFiles(stderr=err), scrub_lines)
+
+    first = "Thread 0x0 (" if current == "Thread" else "Current thread 0xff"
+    assert lines[:2] == tuple(words)
+    assert lines[3].startswith(first)
+    assert lines[-1] == "after it"
+    assert not any("Extension modules" in line for line in lines)
+
+
 def test_a_key_that_begins_above_the_tail_is_not_in_it(tmp_path):
     out, error = tmp_path / "stdout.log", tmp_path / "exception.json"
     key = ["-----BEGIN PRIVATE KEY-----", *(f"MIIE{n:060}" for n in range(52)), "-----END PRIVATE"]

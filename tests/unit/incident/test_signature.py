@@ -162,6 +162,43 @@ def test_a_signal_has_none(signal):
     assert signed(killed(0, signal=signal, log_tail=("ValueError: x",))) is None
 
 
+def aborted(*words, dump=("Fatal Python error: Aborted", "Thread 0x1 (most recent call first):")):
+    return killed(0, signal="SIGABRT", log_tail=(*words, *dump))
+
+
+def thrown(kind, what):
+    return aborted(f"terminate called after throwing an instance of '{kind}'", f"  what():  {what}")
+
+
+ENFORCED = (
+    "[enforce fail at /w/third_party/gloo/gloo/transport/tcp/pair.cc:456] length <= n. {} vs 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (thrown("std::runtime_error", "no field 7"), "abort by std::runtime_error: no field #"),
+        (
+            thrown("gloo::EnforceNotMet", ENFORCED.format(20)),
+            "abort by gloo::EnforceNotMet: [enforce fail at pair.cc:#] length <= n. # vs #",
+        ),
+        (
+            aborted("python: /src/a/b.cc:12: int f(int): Assertion `n > 0' failed."),
+            "abort by python: b.cc:#: int f(int): Assertion `n > #' failed.",
+        ),
+        (thrown("gloo::IoException", "[/w/pair.cc:5] the ring is broken"), None),
+        (thrown("std::bad_alloc", "std::bad_alloc"), None),
+        (thrown("c10::Error", "CUDA error: an illegal memory access was encountered"), None),
+        (thrown("std::runtime_error", "[/w/a.cc:5] Connection refused"), None),
+        (aborted("malloc(): corrupted top size"), None),
+    ],
+)
+def test_an_abort_has_that_of_its_reason_unless_the_machine_may_have_caused_it(end, told):
+    assert signed(end) == told
+    assert told is None or not is_weak(told)
+
+
 def test_a_symptom_in_the_log_has_none():
     assert signed(killed(0, signal="SIGABRT", log_tail=(WATCHDOG.format(rank=0),))) is None
 

@@ -87,6 +87,21 @@ def test_of_two_failures_the_earlier_one_is_the_cause():
     assert culprits(incident)[0] == "rank 1"
 
 
+def test_an_abort_is_named_with_the_reason_in_its_log():
+    words = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        "  what():  [enforce fail at /w/gloo/transport/tcp/pair.cc:456] length <= n. 20 vs 4",
+        "Fatal Python error: Aborted",
+    )
+    incident = incident_of(killed(1, signal="SIGABRT", last_step=None, beats=0, log_tail=words))
+
+    assert incident.failure_class is FailureClass.ABORT
+    assert incident.title == (
+        f"rank 1 on {NODE} was ended by SIGABRT before its first step: gloo::EnforceNotMet: "
+        "[enforce fail at pair.cc:456] length <= n. 20 vs 4"
+    )
+
+
 @pytest.mark.parametrize(("early", "late"), [(0, 1), (1, 0)])
 def test_ranks_that_one_signal_ended_at_once_share_the_blame(early, late):
     incident = incident_of(killed(early), killed(late, at_s=100.01), terminated(2))

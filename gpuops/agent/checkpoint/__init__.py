@@ -7,7 +7,8 @@ or adopts it and lets the nodes of a run agree on two questions: is a state save
 * `start`: whether this run checkpoints in memory, and the folder of its keeper; returns a
   `CheckpointService`.
 * `api`: `CheckpointService`, which the agent calls; the base class keeps nothing.
-* `keeper_supervisor`, `keeper_restarts`: the keeper process: started, polled, replaced, ended.
+* `keeper_supervisor`: the keeper process: started, polled, replaced, ended; `keeper_lifecycle`: in
+  which phase it is, and what follows it, as pure functions.
 * `follower`, `final_commit`: this node's part in the agreement; `leader`: the leader's part;
   `exchange`: how often they exchange what they know.
 * `rules`, `generation_plan`, `replica_check`: the rules, as pure functions.

@@ -1,5 +1,6 @@
 """The interface between an agent and its checkpoints, and the results that it returns."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ KEEPER, DIRECTORY = "GPUOPS_KEEPER", "GPUOPS_CKPT_DIR"
 # Set where the keeper has a state: workers map it while they import torch.
 HAS_STATE = "GPUOPS_HAS_STATE"
 Refusal = Callable[[int | None, Callable[[float], object]], str | None]
+AWAIT_POLL_S = 0.1
 OFF = ""  # set even so: a worker must not use a keeper from an inherited environment
 
 
@@ -142,3 +144,16 @@ class CheckpointService:
 def directory_env(directory: str | None) -> dict[str, str]:
     """Return the environment variable with the persistent directory, if there is one."""
     return {} if directory is None else {DIRECTORY: directory}
+
+
+def awaited(act: Callable[[], object], waiting: Callable[[], None]) -> None:
+    """Run *act*, which is bounded in time, in a thread; call *waiting* until it has finished.
+
+    An exception of *waiting* ends the wait, not *act*: the keeper continues on its own.
+    """
+    acting = threading.Thread(target=act, name="gpuops-last-save", daemon=True)
+    acting.start()
+    acting.join(AWAIT_POLL_S)
+    while acting.is_alive():
+        waiting()
+        acting.join(AWAIT_POLL_S)

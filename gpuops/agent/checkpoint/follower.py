@@ -98,7 +98,7 @@ class CommitFollower:
         self.is_led = is_led
         self._stored_states = StoredStatesLookup(survey, warn)
         self._current: _Generation | None = None
-        self._previous: tuple[_Generation | None, int | None] = (None, None)
+        self._is_attached = True  # False: the keeper has died under the current generation
         self._difference_reporter = ReplicaDifferenceReporter(location.me)
         self._status: Json | None = None
         self._rhythm = ExchangeRhythm()
@@ -121,7 +121,7 @@ class CommitFollower:
     @property
     def is_on(self) -> bool:
         """Return whether the current generation has other nodes to agree with."""
-        return self._current is not None
+        return self._current is not None and self._is_attached
 
     @property
     def is_waiting(self) -> bool:
@@ -179,12 +179,11 @@ class CommitFollower:
 
     def detach(self) -> None:
         """Forget the keeper, which is gone; its states are no longer reported."""
-        self._previous = (self._current or self._previous[0], self._port or self._previous[1])
-        self._current = self._status = self._port = None
+        self._is_attached, self._status = False, None
 
     def reattach(self) -> None:
         """Continue with the keeper that `detach` gave up: it answers again."""
-        self._current, self._port = self._previous
+        self._is_attached = True
 
     def begin_replaced(self, client: KeeperClient, roster: Roster, epoch: int | None) -> bool:
         """Do as `begin` with the replacement of a keeper that died while the workers run.
@@ -194,10 +193,10 @@ class CommitFollower:
         Raises:
             KeeperError: The keeper does not answer.
         """
-        previous, port = self._previous
-        if port:
+        previous = self._current
+        if self._port:
             # The other nodes connect to this port for as long as their generation lasts.
-            self._port = self._serve_peers(client, port)
+            self._port = self._serve_peers(client, self._port)
         if epoch is None:
             return self.begin(client, roster)
         plan = generation_plan_of(roster)
@@ -208,6 +207,7 @@ class CommitFollower:
             self._current = replace(
                 previous, is_restore_set=True, committed=None, next_step=None, seal_polls=0
             )
+        self._is_attached = True
         return True
 
     def begin(self, client: KeeperClient, roster: Roster) -> bool:
@@ -216,8 +216,7 @@ class CommitFollower:
         Raises:
             KeeperError: The keeper does not answer.
         """
-        self._current = self._status = None
-        self._previous = (None, None)
+        self._current, self._status, self._is_attached = None, None, True
         self.must_persist = self.is_over = False
         self.last = self._retried = None
         plan, is_alone = generation_plan_of(roster), len(roster.members) == 1
@@ -275,7 +274,7 @@ class CommitFollower:
             KeeperError: The keeper does not answer.
         """
         now = self._current
-        if now is None:
+        if now is None or not self._is_attached:
             return
         progress = status.progress
         self.last = progress.final_state

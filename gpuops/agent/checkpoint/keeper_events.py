@@ -1,4 +1,4 @@
-"""The events and the status of a keeper, for the run's journal and the agent's status; pure.
+"""The events of a keeper, for the run's journal; pure.
 
 The input comes from another process: it is validated by type and bounded, and malformed events are
 dropped.
@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from gpuops.agent.status.state import CheckpointState
-from gpuops.checkpoint.keeper.messages import KeeperStatus
 from gpuops.checkpoint.types import StateId, Tier
 from gpuops.incident.incidents.replicas import NAMED_RANKS_MAX, ReplicaMismatch
 from gpuops.model import Json, Severity
@@ -244,44 +242,3 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]}-{ranks[-1]}"
     more = "" if len(ranks) <= RANKS_NAMED_MAX else f" and {len(ranks) - RANKS_NAMED_MAX} more"
     return f"ranks {', '.join(map(str, ranks[:RANKS_NAMED_MAX]))}{more}"
-
-
-def checkpoint_state(
-    before: CheckpointState | None,
-    status: KeeperStatus,
-    persisted: StateId | None,
-    now_ns: int,
-    *,
-    is_used: bool,
-) -> CheckpointState:
-    """Return the state at *now_ns*; *persisted* is the newest state in the directory."""
-    newest = status.progress.newest
-    known = newest or persisted
-    step, epoch = (None, None) if known is None else (known.step, known.epoch)
-    is_same = before is not None and (before.step, before.epoch) == (step, epoch)
-    now = None if known is None else now_ns
-    return CheckpointState(
-        step=step,
-        epoch=epoch,
-        since_ns=before.since_ns if before and is_same else now,
-        tier=None if known is None else ("memory" if newest is not None else "persistent"),
-        persisted_step=None if persisted is None else persisted.step,
-        verified_step=None if status.verified is None else status.verified.step,
-        committed=status.n_committed,
-        skipped=status.skipped,
-        copies=1 + status.n_holders - status.n_holders_gone,
-        is_used=is_used,
-    )
-
-
-def without_keeper(before: CheckpointState | None) -> CheckpointState | None:
-    """Return the state after *before* once the keeper is gone."""
-    if before is None:
-        return None
-    return CheckpointState(
-        persisted_step=before.persisted_step,
-        verified_step=before.verified_step,
-        committed=before.committed,
-        skipped=before.skipped,
-        is_alive=False,
-    )

@@ -11,7 +11,7 @@ from signal import Signals
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.api import awaited
 from gpuops.agent.elastic.attempt import Attempt
 from gpuops.agent.elastic.drain import Draining
 from gpuops.agent.elastic.finish import AttemptFinish, EndTrigger, has_moved_on

@@ -11,7 +11,7 @@ from dataclasses import replace
 from signal import SIGTERM
 from zlib import crc32
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.api import awaited
 from gpuops.agent.elastic.attempt import Attempt
 from gpuops.agent.launch.services import Services
 from gpuops.control.record import ControlRecord, RunPhase

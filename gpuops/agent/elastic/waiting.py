@@ -2,7 +2,7 @@
 
 from signal import Signals
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.api import awaited
 from gpuops.agent.elastic.drain import drain_from_afar
 from gpuops.agent.elastic.rendezvous import (
     ControlStoreLostError,

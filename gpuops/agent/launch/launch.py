@@ -26,7 +26,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.api import awaited
 from gpuops.agent.checkpoint.start import check_can_persist, domain_of
 from gpuops.agent.elastic.agent import GpuopsAgent
 from gpuops.agent.elastic.rendezvous import ControlStoreLostError, ExcludedError, RunOverError

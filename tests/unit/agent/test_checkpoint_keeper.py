@@ -26,7 +26,8 @@ class Bench:
         self.heard = Heard()
         self.clock = FakeClock()
         self.released = []
-        options = {"times": KeeperTimeouts(every_s=NEVER_S, ready_s=5.0), **options}
+        times = KeeperTimeouts(every_s=NEVER_S, ready_s=5.0, poll_s=60.0)
+        options = {"times": times, **options}
         self.keeping = KeeperSupervisor(
             self.start, self.heard, self.clock, release=self.released.append, **options
         )
@@ -268,7 +269,7 @@ def test_who_looks_does_not_wait_for_a_keeper_that_does_not_answer():
     bench.keeping.open()
     wait_until(lambda: bench.heard.adopted, what="the start")
     bench.keeper.commit(5)
-    bench.keeping.poll()
+    bench.keeping.run_once()
     assert bench.keeping.state().step == 5
     bench.keeper.answers.clear()
     bench.keeper.commit(6)
@@ -493,10 +494,11 @@ def test_what_a_keeper_took_along_when_the_ranks_had_ended_is_said(persisted, is
     assert lost == ([] if persisted else [(False, StateId(0, 12), why)])
 
 
-def test_looking_does_not_wait_for_a_long_flush(bench):
+def test_looking_does_not_wait_for_a_long_flush():
+    bench = Bench(times=KeeperTimeouts(every_s=NEVER_S, ready_s=5.0))
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)
-    bench.keeping.poll()
+    bench.keeping.run_once()
     bench.keeper.flush_may_go_on.clear()
     flushing = threading.Thread(target=bench.keeping.flush, args=(20.0,))
     flushing.start()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuops.agent.checkpoint.keeper_restarts import awaited
+from gpuops.agent.checkpoint.api import awaited
 from gpuops.agent.launch.plan import CheckpointPlan
 
 pytestmark = pytest.mark.torch

@@ -10,7 +10,7 @@ from support.keepers import FakeKeeper, Heard
 from support.kernel_log import write_kmsg
 from support.supervised import Agent, FakeWorkers, Node, over
 
-from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor
+from gpuops.agent.checkpoint.keeper_supervisor import KeeperSupervisor, KeeperTimeouts
 from gpuops.agent.checkpoint.record import CheckpointRecord
 from gpuops.agent.monitors.api import Monitor
 from gpuops.agent.monitors.evidence import EVIDENCE_S
@@ -618,7 +618,9 @@ class Kept:
             self.agent.said.append,
             n_ranks=2,
         )
-        self.agent.checkpoints = KeeperSupervisor(self.keeper.started, record, self.agent.clock)
+        self.agent.checkpoints = KeeperSupervisor(
+            self.keeper.started, record, self.agent.clock, times=KeeperTimeouts(poll_s=60.0)
+        )
         self.agent.checkpoints.begin(0, 1, None)
 
 
@@ -716,7 +718,9 @@ def test_the_report_of_a_failure_knows_what_was_saved_a_moment_before(node):
 def test_what_the_ranks_resumed_from_is_heard_before_their_first_step_is_told(node):
     kept = Kept(node)
     heard = Heard()
-    node.agent.checkpoints = KeeperSupervisor(kept.keeper.started, heard, node.agent.clock)
+    node.agent.checkpoints = KeeperSupervisor(
+        kept.keeper.started, heard, node.agent.clock, times=KeeperTimeouts(poll_s=60.0)
+    )
     node.agent.checkpoints.begin(1, 1, None)
     told = []
     chronicle = node.agent.session.journal

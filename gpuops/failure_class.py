@@ -53,6 +53,7 @@ class FailureClass(StrEnum):
     NETWORK_FLAP = "network.link_flap"
     NETWORK_ERRORS = "network.link_errors"
     NETWORK_CONNECTION = "network.connection"
+    NETWORK_PAIR_SLOW = "network.pair_slow"
     PEER_CLOSED = "collective.peer_closed"
     COLLECTIVE_TIMEOUT = "collective.timeout"
     COLLECTIVE_ERROR = "collective.error"

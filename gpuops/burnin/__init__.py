@@ -5,8 +5,9 @@ the baseline's own. Programs that measure are in `gpuops.worker.burnin`, one sma
 each prints one line of JSON per `measurement.Measurement`.
 
 * `measurement`: repeated results of one test on one part of a node.
-* `schedule`, `blame`: which nodes are tested together in a sweep, and which node or link the
-  outcomes name. `history` asks the same of all sweeps of several weeks.
+* `pairs`, `schedule`: a test of two nodes, and which nodes are tested together in a sweep.
+* `speed`, `blame`, `sweep_findings`: which tests were slow, which node or link the outcomes name
+  (`pair_graph` finds it), and that as findings.
 
 A judge returns findings (`gpuops.model.Finding`); who acts on them is above this layer.
 """

@@ -425,7 +425,7 @@ def _retention(table: str, days: int, what: str) -> Setting:
 
 RETENTION_SETTINGS = (
     _retention("events", 400, "events and evidence"),
-    _retention("checks", 400, "check runs and their results"),
+    _retention("checks", 400, "check runs, burn-ins and sweeps with their results"),
     _retention("samples", 90, "the hourly values of checks"),
     _retention("progress", 90, "the progress of runs by the minute"),
 )

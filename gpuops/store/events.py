@@ -68,6 +68,8 @@ UNCHANGED = "check.unchanged"
 DRAINED = "node.drained"
 RESUMED = "node.resumed"
 REPAIRED = "node.repaired"
+MEASURED = "burnin.measured"
+PAIR_TESTED = "sweep.tested"
 # The actor of what a person did with Slurm's own commands; after a blank the user, if known.
 ADMINISTRATOR = "administrator"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from sqlalchemy import ColumnElement, Connection, Table, and_, delete, exists, func, select, tuple_
 
 from gpuops.store import schema
+from gpuops.store.burnin import measurements, pair_tests
 from gpuops.store.checks import check_results, check_runs, check_samples
 from gpuops.store.engine import IncidentStore
 from gpuops.units import US_PER_S
@@ -54,7 +55,11 @@ _PRUNED = {
         _PrunedTable(schema.events, "t_us"),
         _PrunedTable(schema.evidence, "first_us", (schema.incident_evidence,)),
     ),
-    "checks_days": (_PrunedTable(check_runs, "last_us", (check_results,)),),
+    "checks_days": (
+        _PrunedTable(check_runs, "last_us", (check_results,)),
+        _PrunedTable(measurements, "t_us"),
+        _PrunedTable(pair_tests, "t_us"),
+    ),
     "samples_days": (_PrunedTable(check_samples, "hour_us"),),
     "progress_days": (_PrunedTable(schema.progress, "minute_us"),),
 }

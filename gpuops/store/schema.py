@@ -25,13 +25,14 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-import gpuops.store.checks  # noqa: F401 its tables belong to metadata
+import gpuops.store.burnin
+import gpuops.store.checks  # noqa: F401 both for their tables, which belong to metadata
 from gpuops.store.columns import JsonText, Key
 from gpuops.store.columns import metadata as metadata  # noqa: PLC0414 with all tables, from here
 from gpuops.store.coordination import drain_permits, fuses
 
 # Pre-releases wrote stores with the revisions 0002 and 0003, which are not of this sequence.
-REVISION = "0004"
+REVISION = "0005"
 """The revision of the newest migration: it makes these tables."""
 
 ROOT_ACCOUNT = "root/"

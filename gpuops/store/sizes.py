@@ -15,6 +15,8 @@ _TIMES = {
     "events": "t_us",
     "check_runs": "start_us",
     "check_samples": "hour_us",
+    "measurements": "t_us",
+    "pair_tests": "t_us",
     "progress": "minute_us",
     "runs": "first_seen_us",
     "attempts": "start_us",

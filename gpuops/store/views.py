@@ -69,6 +69,21 @@ _VIEWS = {
         JOIN clusters c ON c.id = i.cluster_id
         LEFT JOIN nodes n ON n.id = p.node_id
     """,
+    # What a run of a suite that failed measured is here, too: ``run_status``.
+    "v_measurements": """
+        SELECT c.name AS cluster, n.hostname AS node, m.suite, m.test, m.parameters, m.part_kind,
+            m.part_id, m.value, m.unit, m.spread_percent, m.repeats, m.higher_is_better, m.status,
+            r.status AS run_status, m.shape, m.software, {time:m.t_us} AS measured,
+            {days:m.t_us} AS days_ago, m.check_run_id, m.origin_uid = 0 AS by_root
+        FROM measurements m JOIN nodes n ON n.id = m.node_id JOIN clusters c ON c.id = n.cluster_id
+        LEFT JOIN check_runs r ON r.id = m.check_run_id
+    """,
+    "v_pair_tests": """
+        SELECT c.name AS cluster, p.sweep_id, p.round, p.node_a, p.node_b, p.rail, p.outcome,
+            p.value, p.unit, p.parameters, {time:p.t_us} AS tested, {days:p.t_us} AS days_ago,
+            p.origin_uid = 0 AS by_root
+        FROM pair_tests p JOIN clusters c ON c.id = p.cluster_id
+    """,
     "v_parts": """
         SELECT n.hostname AS node, p.kind, p.component_id AS part,
             {time:p.first_seen_us} AS first_seen, {time:p.last_seen_us} AS last_seen

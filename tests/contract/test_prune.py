@@ -87,6 +87,7 @@ def test_incidents_runs_and_what_a_node_has_stay_for_ever(store):
 
     after = counts(store)
     gone = {"events", "evidence", "check_runs", "progress", "ingest_log"}
+    gone |= {"measurements", "pair_tests"}
     assert {name: deleted[name] for name in gone} == expected
     children = {"incident_evidence", "check_results"}
     changed = {name for name in before if before[name] != after[name]}

@@ -54,8 +54,8 @@ VARIABLE = re.compile(r"GPUOPS_[A-Z0-9_]*[A-Z0-9]")
 SCHEMA = re.compile(r"gpuops\.[a-z-]+/\d*")
 # What events and the rules of decisions are called: nouns that begin such a word in the sources.
 WORD = re.compile(
-    r"(agent|attempt|board|budget|check|checkpoint|decision|drain|drill|gate|incident|launch|node"
-    r"|nodes|restart|run|software|tool|worker)\.[a-z_]+"
+    r"(agent|attempt|board|budget|burnin|check|checkpoint|decision|drain|drill|gate|incident|launch"
+    r"|node|nodes|restart|run|software|sweep|tool|worker)\.[a-z_]+"
 )
 NO_WORD = re.compile(r".*\.(json|lock|log|sock|sh|id|txt|jsonl)")
 # What a keeper tells of its states, and a run records as ``checkpoint.…``.

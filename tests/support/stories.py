@@ -56,10 +56,13 @@ class Teller:
         )
 
     def tell(self, kind, payload=None, *, node="n1", **rest):
-        event = self.event(kind, payload, node=node, **rest)
-        writer = uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{node}").hex[:12]
-        origin = f"{node}.{writer}"
-        self.lines.append(SpoolLine(origin, f"boot-{node}", next(self._seq), event))
+        return self.add(self.event(kind, payload, node=node, **rest))
+
+    def add(self, event):
+        """Number *event* as one of its node's; return it."""
+        writer = uuid.uuid5(uuid.NAMESPACE_DNS, f"{self.seed}.{event.node}").hex[:12]
+        origin = f"{event.node}.{writer}"
+        self.lines.append(SpoolLine(origin, f"boot-{event.node}", next(self._seq), event))
         return event
 
     def run_id(self):
@@ -133,6 +136,7 @@ def story(seed=0, *, nodes=("n1", "n2"), attempts=2, minutes=2):
     _repair(teller, nodes[0])
     for error in ("no library", "no library again"):
         teller.tell("tool.failed", node=nodes[0], what="nvml", error=error, traceback=None)
+    _burnin(teller, nodes)
     return teller.lines
 
 
@@ -231,6 +235,49 @@ def _attempt(teller, run, ordinal, rank, node, minutes, *, failed):
         beats=120 + rank,
         exit_code=-9 if failed else 0,
     )
+
+
+def _burnin(teller, nodes):
+    """Have each node measure one GPU, and two rounds of a sweep test the two."""
+    for node in nodes:
+        teller.tell("burnin.measured", measured("a-run-that-is-still-to-come"), node=node)
+    for number in range(2):
+        teller.tell("sweep.tested", pair(*nodes, round=number), node=nodes[0])
+
+
+def measured(check_run, **changes):
+    """Return the payload of a measurement of a GPU in the run *check_run*."""
+    return {
+        "check_run": check_run,
+        "suite": "burnin",
+        "test": "gemm",
+        "part": {"kind": "gpu", "id": "GPU-1"},
+        "parameters": "dtype=bf16 size=8192",
+        "value": 790.5,
+        "spread_percent": 0.5,
+        "repeats": 5,
+        "unit": "TFLOP/s",
+        "higher_is_better": True,
+        "status": "pass",
+        "shape": "h100-sxm",
+        "software": {"driver": "570.124", "nccl": "2.27.7"},
+        **changes,
+    }
+
+
+def pair(first="n1", second="n2", **changes):
+    """Return the payload of a test of two nodes."""
+    return {
+        "sweep": "sweep-1",
+        "round": 0,
+        "nodes": [first, second],
+        "rail": None,
+        "outcome": "pass",
+        "value": 365.0,
+        "unit": "GB/s",
+        "parameters": "collective=all_reduce size=4294967296",
+        **changes,
+    }
 
 
 def _repair(teller, node):

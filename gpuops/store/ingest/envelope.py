@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 SHORT_TEXT_MAX = 255
 _INTEGER_MAX = 2**63
+_NUMBER_MAX = 10**300
 _TEXT_MAX = 64 * 1024
 
 
@@ -38,6 +39,17 @@ class PayloadReader:
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _INTEGER_MAX:
             raise self.field_error(name, "a whole number")
         return value
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # An integer may be too large for a float.
+        if not is_number or not abs(value) < _NUMBER_MAX:
+            raise self.field_error(name, "a number")
+        return float(value)
 
     def text(self, name: str) -> str | None:
         """Return a text (a number is converted)."""

@@ -27,7 +27,7 @@ _PREFIX = b'{"crc":"'
 _BODY_AT = len(_PREFIX) + 8 + 2
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _KIND = re.compile(r"[a-z_]{1,32}(?:\.[a-z_]{1,32}){1,3}")
-_NAME = re.compile(r"[!-~]{1,255}")
+NAME_PATTERN = re.compile(r"[!-~]{1,255}")
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHRINK_TO = ((8192, 512), (1024, 64), (128, 8))
 
@@ -210,7 +210,7 @@ def _parse_line(fields: Mapping[str, Any]) -> SpoolLine:
         raise SpoolLineError(f"not an event: {exc}") from exc
     return SpoolLine(
         origin=_text(fields, "origin", ORIGIN_PATTERN),
-        boot_id=_text(fields, "boot_id", _NAME),
+        boot_id=_text(fields, "boot_id", NAME_PATTERN),
         seq=_integer(fields, "seq", 1, _SEQ_MAX),
         event=event,
         version=version,
@@ -220,7 +220,7 @@ def _parse_line(fields: Mapping[str, Any]) -> SpoolLine:
 def _check_event(event: Mapping[str, Any]) -> None:
     _text(event, "id", _UUID)
     _text(event, "kind", _KIND)
-    _text(event, "node", _NAME)
+    _text(event, "node", NAME_PATTERN)
     _integer(event, "t_us", 0, _T_US_MAX - 1)
     _integer(event, "severity", 0, 100)
     if event.get("run_id") is not None:

@@ -2,9 +2,15 @@
 
 from collections.abc import Callable
 
-from gpuops.store.events import DRAINED, REPAIRED, RESUMED, UNCHANGED
+from gpuops.store.events import DRAINED, MEASURED, PAIR_TESTED, REPAIRED, RESUMED, UNCHANGED
 from gpuops.store.ingest.envelope import EventEnvelope, ProjectedRow
 from gpuops.store.ingest.merge import MergeRule
+from gpuops.store.ingest.projections.burnin import (
+    MEASUREMENTS,
+    PAIR_TESTS,
+    burnin_measured,
+    sweep_tested,
+)
 from gpuops.store.ingest.projections.incidents import (
     ACTIONS,
     CULPRITS,
@@ -71,6 +77,8 @@ PROJECTIONS: dict[str, Callable[[EventEnvelope], list[ProjectedRow]]] = {
     DRAINED: node_drained,
     RESUMED: node_resumed,
     REPAIRED: node_repaired,
+    MEASURED: burnin_measured,
+    PAIR_TESTED: sweep_tested,
 }
 
 UNSTORED_KINDS = frozenset({UNCHANGED})
@@ -101,6 +109,8 @@ TABLE_ORDER: tuple[MergeRule, ...] = (
     NODE_STATES,
     DECISIONS,
     EXCLUSIONS,
+    MEASUREMENTS,
+    PAIR_TESTS,
 )
 
 

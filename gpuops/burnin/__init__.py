@@ -8,6 +8,7 @@ each prints one line of JSON per `measurement.Measurement`.
 * `pairs`, `schedule`: a test of two nodes, and which nodes are tested together in a sweep.
 * `speed`, `blame`, `sweep_findings`: which tests were slow, which node or link the outcomes name
   (`pair_graph` finds it), and that as findings.
+* `baseline`: floors that are learned from a fleet's results; `baseline_file` reads them.
 
 A judge returns findings (`gpuops.model.Finding`); who acts on them is above this layer.
 """

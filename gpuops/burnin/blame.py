@@ -83,7 +83,8 @@ def open_questions(
 
     A blamed node needs partners until it has met four that passed elsewhere (two of the first
     rounds, two to confirm). The ends of a failed pair that no node explains need partners until
-    each passed with two others; then the pair is tested once more.
+    each passed with two others; then the pair is tested once more. So do the nodes that failed with
+    a blamed one that passed with somebody: perhaps it met two bad ones.
     """
     suspects: dict[str, int] = {}
     repeat: dict[NodePair, None] = {}
@@ -94,7 +95,9 @@ def open_questions(
         for pair in unexplained:
             if _is_to_repeat(graph, pair):
                 repeat[pair] = None
-        for node in dict.fromkeys([*blamed, *(end for pair in unexplained for end in pair)]):
+        unsure = [other for node in blamed if graph.passed[node] for other in graph.failed[node]]
+        ends = [end for pair in unexplained for end in pair]
+        for node in dict.fromkeys([*blamed, *ends, *unsure]):
             if _needs_partner(graph, node, is_blamed=node in blamed):
                 suspects[node] = len(graph.failed[node]) - len(graph.passed[node])
         for node in graph.nodes:
@@ -202,6 +205,8 @@ def _node_verdict(graph: PairGraph, node: str, witnesses: set[str]) -> BlameVerd
         f"with {n_passed} of {len(outcomes)} it passed" if n_passed else "it passed with nobody"
     )
     why = f"failed with {_names(witnesses)}, which passed elsewhere; {passed}"
+    if not is_sure:
+        why += ": it fails now and then, or several of its links are bad"
     evidence = [
         test for other in sorted(graph.failed[node]) for test in graph.bad(node_pair(node, other))
     ]

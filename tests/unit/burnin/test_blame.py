@@ -224,3 +224,13 @@ def test_nothing_is_asked_about_nodes_that_another_one_explains():
     assert "x" not in questions.partners
     assert questions.partners["c"] > questions.partners["a"]
     assert questions.met["x"] == {"a", "b"}
+
+
+def test_a_suspect_that_passed_may_have_met_two_bad_ones_so_these_are_tested_too():
+    rounds = ("s-y a+b c+d z+e", "s-z a+c b+d y+e", "s+a b+c d+e")
+
+    assert set(open_questions(swept(*rounds)).suspects) == {"s", "y", "z"}
+    found = blame(swept(*rounds, "s+b y-c z+d"))
+    assert named(found)[0] == ("node", "y", "warn")
+    assert "it fails now and then, or several of its links are bad" in found[0].why
+    assert "s" not in {verdict.entity.id for verdict in found}

@@ -7,7 +7,8 @@ each prints one line of JSON per `measurement.Measurement`.
 * `measurement`: repeated results of one test on one part of a node.
 * `pairs`, `schedule`: a test of two nodes, and which nodes are tested together in a sweep.
 * `speed`, `blame`, `sweep_findings`: which tests were slow, which node or link the outcomes name
-  (`pair_graph` finds it), and that as findings.
+  (`pair_graph` finds it), and that as findings. `matrix` draws a sweep as text.
+* `history`: the same question to all sweeps of several weeks.
 * `baseline`: floors that are learned from a fleet's results; `baseline_file` reads them.
 
 A judge returns findings (`gpuops.model.Finding`); who acts on them is above this layer.

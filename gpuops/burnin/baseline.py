@@ -18,13 +18,16 @@ simulates how many healthy nodes they fail, and says for which distributions.
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuops.units import iso_utc
+
+if TYPE_CHECKING:  # the store's own library is not needed to judge
+    from gpuops.store.queries.burnin_queries import MeasurementRow
 
 NODES_MIN = 8
 RESULTS_MIN = 20
@@ -166,31 +169,6 @@ class Distribution:
         return self._sums[whole] + (rest * self.ordered[whole] if rest else 0.0)
 
 
-class FleetResult(Protocol):
-    """One measurement as the store has it (`gpuops.store.queries.burnin_queries`)."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def t_us(self) -> int: ...
-    @property
-    def test(self) -> str: ...
-    @property
-    def part_id(self) -> str: ...
-    @property
-    def parameters(self) -> str: ...
-    @property
-    def value(self) -> float | None: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def higher_is_better(self) -> bool: ...
-    @property
-    def shape(self) -> str: ...
-    @property
-    def software(self) -> Mapping[str, str]: ...
-
-
 class Cell(NamedTuple):
     """What results must have in common to be compared."""
 
@@ -246,7 +224,10 @@ class Learned:
 
 
 def learn(
-    results: Iterable[FleetResult], *, nodes_min: int = NODES_MIN, results_min: int = RESULTS_MIN
+    results: "Iterable[MeasurementRow]",
+    *,
+    nodes_min: int = NODES_MIN,
+    results_min: int = RESULTS_MIN,
 ) -> Learned:
     """Return the floors of each cell with enough *results*, in any order, of enough nodes."""
     samples: dict[Cell, _Sample] = {}
@@ -273,7 +254,7 @@ def learn(
     )
 
 
-def _cell_of(item: FleetResult) -> Cell:
+def _cell_of(item: "MeasurementRow") -> Cell:
     return Cell(
         item.shape,
         item.test,

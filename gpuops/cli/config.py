@@ -1,12 +1,13 @@
 """``gpuops config show|validate``."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
+from gpuops.burnin.baseline_file import Baseline, baseline_for, load_baselines, outliers
 from gpuops.checks.core import silence, site
 from gpuops.checks.core.profile_files import load_profiles, parse_profile
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths, unknown_name
@@ -63,8 +64,9 @@ def _display_value(value: object) -> str | None:
 def validate(ctx: click.Context) -> int:
     """Check all files that an operator writes, and print every mistake; exit 64 if there is one.
 
-    These are the configuration, suites, profiles, log rules, Xids, silences, the site's checks, and
-    the front matter of runbooks. Which profile matches a node can only be checked on the node.
+    These are the configuration, suites, profiles, baselines, log rules, Xids, silences, the site's
+    checks, and the front matter of runbooks. Which profile matches a node can only be checked on
+    the node.
     """
     found = ValidationReport()
     settings = settings_of(ctx, found.on_error)
@@ -121,6 +123,7 @@ def validate_settings(
         found.add_mistake(f"check.profile: {unknown_name('profile', named, profiles)}")
     found.read.append(f"suites: {', '.join(suite.name for suite in suites)}")
     found.read.append(f"profiles: {', '.join(profiles) or 'none'}")
+    _baselines(load_baselines(folders.baselines, on_error), found)
     found.read.append(f"log rules: {len(load_rules(folders.rules, on_error))}")
     found.read.append(f"Xids: {len(load_xids(folders.xid, on_error))}")
     found.read.append(f"SXids: {len(load_sxids(folders.xid, on_error))}")
@@ -138,6 +141,16 @@ def _suites(folders: CheckFolders, chosen: str, found: ValidationReport) -> Iter
             yield load_suite(name, folders.suites, found.on_error)
         except ConfigError as exc:
             found.on_error(exc)
+
+
+def _baselines(baselines: Mapping[str, Baseline], found: ValidationReport) -> None:
+    for item in baselines.values():
+        for text in outliers(item):
+            found.add_mistake(f"the baseline {item.path}: {text}")
+        _, problem = baseline_for(baselines, item.shape)
+        if problem is not None:
+            found.add_mistake(problem)
+    found.read.append(f"baselines: {', '.join(baselines) or 'none'}")
 
 
 def _silences(paths: Iterable[Path], found: ValidationReport, now_us: int) -> None:

@@ -145,7 +145,7 @@ def reason_of(error: OSError) -> UnknownReason:
 
 # As in path_resolution(7).
 _LINKS_MAX = 40
-_FOLDERS = ("suites", "rules", "profiles", "xid", "checks.d")
+_FOLDERS = ("suites", "rules", "profiles", "baselines", "xid", "checks.d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +158,7 @@ class CheckFolders:
     suites: tuple[Path, ...]
     rules: tuple[Path, ...]
     profiles: tuple[Path, ...]
+    baselines: tuple[Path, ...]
     xid: tuple[Path, ...]
     site_checks: Path | None = None
     silences: tuple[Path, ...] = ()
@@ -180,6 +181,7 @@ def check_folders(
         suites=tuple(folder / "suites" for folder in folders),
         rules=tuple(folder / "rules" for folder in folders),
         profiles=tuple(folder / "profiles" for folder in folders),
+        baselines=tuple(folder / "baselines" for folder in folders),
         xid=tuple(folder / "xid" for folder in folders),
         site_checks=None if site_dir is None else site_dir / "checks.d",
         silences=silences,

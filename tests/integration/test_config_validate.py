@@ -178,3 +178,35 @@ def test_control_characters_in_a_file_do_not_reach_the_terminal(site):
 
     assert run.returncode == 64
     assert "\x1b" not in run.stderr
+
+
+BASELINE = """
+shape = "lab"
+[[floor]]
+test = "gemm"
+parameters = "dtype={name}"
+unit = "{unit}"
+value = {value}
+source = "ours"
+"""
+
+
+def test_a_baseline_is_checked_floor_by_floor_and_against_the_others(site):
+    fast = BASELINE.format(name="bf16", unit="TFLOP/s", value=790)
+    slow = BASELINE.format(name="fp32", unit="TFLOP/s", value=0.05).replace('shape = "lab"', "")
+    few = 'median = 800\nsource = "learned: 3 nodes"\nnodes = 3\nresults = 24\n'
+    learned = fast.replace('source = "ours"', few).replace("lab", "other")
+    site.write("baselines/lab.toml", fast + slow)
+    site.write("baselines/twin.toml", BASELINE.format(name="bf16", unit="miles", value=1))
+    site.write("baselines/other.toml", learned)
+
+    found = site.mistakes()
+
+    assert len(found) == 5
+    text = "\n".join(found)
+    assert "lab.toml: gemm dtype=bf16: 790 TFLOP/s is 15800 times off the nearest" in text
+    assert "lab.toml: gemm dtype=fp32: 0.05 TFLOP/s is 15800 times off the nearest" in text
+    assert "twin.toml (gemm dtype=bf16): " in text
+    assert "miles" in text
+    assert "24 results of 3 nodes; this baseline asks for 20 of 8" in text
+    assert "the baselines 'lab' (" in text

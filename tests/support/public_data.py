@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpuops.burnin.baseline_file import load_baselines
 from gpuops.checks import NAMES, check_named
 from gpuops.checks.core.profile_files import load_profiles
 from gpuops.checks.core.silence import load_silences
@@ -102,6 +103,10 @@ def accepted_keys():
             "suite, its unknown": ask(load_suite_in, _SUITE + "[unknown]\nno_such_key = 1\n"),
             "profile": ask(load_profiles_in, ""),
             "profile, its match": ask(load_profiles_in, "[match]\nno_such_key = 1\n"),
+            "baseline": ask(load_baselines_in, ""),
+            "baseline, a floor": ask(
+                load_baselines_in, 'shape = "x"\n[[floor]]\nno_such_key = 1\n'
+            ),
             "silences": ask(load_silences_in, ""),
             "silences, a silence": ask(load_silences_in, "[[silence]]\nno_such_key = 1\n"),
             "rules": ask(load_rules_in, ""),
@@ -127,6 +132,10 @@ def load_suite_in(folder):
 
 def load_profiles_in(folder):
     load_profiles([folder])
+
+
+def load_baselines_in(folder):
+    load_baselines([folder])
 
 
 def load_silences_in(folder):

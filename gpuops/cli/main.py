@@ -30,6 +30,10 @@ _FULL = {
 }
 
 COMMANDS = {
+    "baseline": (
+        "gpuops.cli.baseline:baseline",
+        "Learn from burn-ins what healthy nodes measure.",
+    ),
     "check": ("gpuops.cli.check.command:check", "Check this node; exit 0 if it may run a job."),
     "ckpt": ("gpuops.cli.ckpt.command:ckpt", "List, verify, keep, remove and convert checkpoints."),
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),

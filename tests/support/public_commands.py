@@ -163,6 +163,7 @@ def _fill_store(url):
 def _of_checks(place):
     judged = ("check", "--facts", place.folder / "facts.json")
     listed = [("check", "--list"), ("check", "--explain", "gpu_ecc"), ("config", "show")]
+    listed += [("baseline", "show")]
     return [judged, *listed, ("drill", "list"), ("runbook", "--list"), ("runbook", "node.lost")]
 
 

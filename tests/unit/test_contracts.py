@@ -59,6 +59,7 @@ def _subclasses(cls):
 
 def test_the_commands_are_frozen():
     assert set(COMMANDS) == {
+        "baseline",
         "check",
         "ckpt",
         "config",

@@ -296,9 +296,9 @@ def _unlike_nodes(cell: Cell, sample: _Sample, fleet: Distribution) -> Iterable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorChange:
-    """A floor of before and the one of now for the same test; None: there is none.
+    """A learned floor of before and the one of now for the same test; None: there is none.
 
-    ``percent``: by how much the median moved, or the floor where a median is not known.
+    ``percent``: by how much the median moved.
     """
 
     before: Floor | None
@@ -306,12 +306,9 @@ class FloorChange:
 
     @property
     def percent(self) -> float | None:
-        if self.before is None or self.now is None:
-            return None
-        old, new = self.before.median, self.now.median
-        if old is None or new is None:
-            old, new = self.before.value, self.now.value
-        return 100 * (new / old - 1)
+        old = None if self.before is None else self.before.median
+        new = None if self.now is None else self.now.median
+        return None if old is None or new is None else 100 * (new / old - 1)
 
     @property
     def is_moved(self) -> bool:
@@ -320,10 +317,11 @@ class FloorChange:
 
 
 def changes(before: Sequence[Floor], now: Sequence[Floor]) -> list[FloorChange]:
-    """Return what became of each floor: compared with that of the same software, else of another.
+    """Return what became of each learned floor: beside that of the same software, else of another.
 
-    Of several of other software it is the one with the most results.
+    Of several of other software it is the one with the most results. Quoted floors did not move.
     """
+    before = [floor for floor in before if floor.median is not None]
     found, used = [], set()
     for floor in now:
         same = [old for old in before if _series(old) == _series(floor)]

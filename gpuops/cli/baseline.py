@@ -268,7 +268,7 @@ def diff_command(
     store: str | None,
     as_json: bool,
 ) -> int:
-    """Show which floors of the baseline NAME moved since, and with which driver.
+    """Show which learned floors of the baseline NAME moved since, and with which driver.
 
     Exit codes: 0 compared; 75 too few results as yet.
     """
@@ -322,9 +322,7 @@ def _change_row(change: FloorChange) -> tuple[str, ...]:
 
 
 def _typical(floor: Floor | None) -> str:
-    if floor is None:
-        return "-"
-    return f"{floor.value if floor.median is None else floor.median:.4g}"
+    return "-" if floor is None or floor.median is None else f"{floor.median:.4g}"
 
 
 def _software_change(change: FloorChange) -> str:

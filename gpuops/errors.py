@@ -9,6 +9,7 @@
     + NetworkFilesystemError 64 SQLite was asked for on a network file system
   x SpoolError              75  the spool directory cannot take or give lines
   x SlurmError              75  Slurm's controller does not answer, or refuses
+  x BusyError               75  another test of this node runs
   x ProbeError              70  the machine could not be read (checks turn it into `unknown`)
   x MissingDataError        70  a shipped folder (checks, runbooks, slurm) is not there
   x UnsupportedTorchError   64  this torch lacks a name that `gpuops run` leans on
@@ -73,6 +74,12 @@ class SpoolError(GpuopsError):
 
 class SlurmError(GpuopsError):
     """A command of Slurm is missing, failed, or got no answer from slurmctld."""
+
+    exit_code = EXIT_TRY_LATER
+
+
+class BusyError(GpuopsError):
+    """Another process tests this node, and two at a time would measure each other."""
 
     exit_code = EXIT_TRY_LATER
 

@@ -65,11 +65,15 @@ class EntityKind(StrEnum):
     PAIR = "pair"
     SWITCH = "switch"
     DISK = "disk"
+    CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entity:
-    """One thing that can be healthy or sick: ``gpu`` by UUID, ``nic`` by GUID, never by index."""
+    """One thing that can be healthy or sick: ``gpu`` by UUID, ``nic`` by GUID, never by index.
+
+    ``cpu`` is a group of processors, by the kernel's numbers: ``0-15``.
+    """
 
     kind: EntityKind
     id: str

@@ -34,6 +34,7 @@ COMMANDS = {
         "gpuops.cli.baseline:baseline",
         "Learn from burn-ins what healthy nodes measure.",
     ),
+    "burnin": ("gpuops.cli.burnin:burnin", "Test this node under load, and compare its parts."),
     "check": ("gpuops.cli.check.command:check", "Check this node; exit 0 if it may run a job."),
     "ckpt": ("gpuops.cli.ckpt.command:ckpt", "List, verify, keep, remove and convert checkpoints."),
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),

@@ -9,7 +9,7 @@ a file that hangs or cannot be written costs no verdict either.
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -165,17 +165,23 @@ def _boot_us(check_run: CheckRun) -> int | None:
 
 
 def record_check_run(
-    check_run: CheckRun, occasion: CheckOccasion, options: RecordOptions, clock: Clock
+    check_run: CheckRun,
+    occasion: CheckOccasion,
+    options: RecordOptions,
+    clock: Clock,
+    more: Callable[[str], list[Event]] = lambda _run_id: [],
 ) -> str | None:
     """Spool *check_run* with its effect on the node's incidents, and start a flusher.
 
-    Returns what went wrong, or None. The caller must have a single thread.
+    *more* returns further events, given the id of the recorded run. Returns what went wrong, or
+    None. The caller must have a single thread.
     """
     late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
 
     def events() -> list[Event]:
         if options.state_dir is None:
-            return events_of(check_run, occasion, clock)
+            found = events_of(check_run, occasion, clock)
+            return [*found, *more(_run_id(found))]
         changed = apply_to_state(
             check_run,
             occasion,
@@ -184,9 +190,15 @@ def record_check_run(
             is_late=lambda: clock.mono_ns() > late_ns,
         )
         found = events_of(check_run, occasion, clock, changed.record)
-        return [*found, *incident_events(changed.incidents, check_run.node, clock)]
+        incidents = incident_events(changed.incidents, check_run.node, clock)
+        return [*found, *incidents, *more(_run_id(found))]
 
     return record(events, check_run.node, options, clock)
+
+
+def _run_id(events: Sequence[Event]) -> str:
+    """Return the id of the run that *events*, of `events_of`, are about."""
+    return str(events[0].payload.get("run", events[0].id))
 
 
 def incident_events(incidents: Iterable[Incident], node: str, clock: Clock) -> list[Event]:

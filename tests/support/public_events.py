@@ -7,11 +7,14 @@ from gpuops.agent.checkpoint.keeper_events import SaveCounter, journal_event, re
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.agent.status.server import metrics as agent_metrics
 from gpuops.agent.status.state import RankStatus, state_json
+from gpuops.burnin.measurement import Measurement
 from gpuops.checkpoint.types import StateId
 from gpuops.checks.core.runner import CheckFailure, CheckRun
 from gpuops.cli.check.request import metrics as check_metrics
 from gpuops.drill.fault import Fault, InjectionResult
 from gpuops.drill.undo import ended_event, injected_event
+from gpuops.gate.burnin import measured_events, measured_json
+from gpuops.gate.burnin_progress import TestedTest
 from gpuops.gate.record import CheckOccasion, events_of
 from gpuops.host.clock import FakeClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
@@ -114,7 +117,17 @@ def _of_nodes(clock):
         injected_event(fault, uid=0, **to),
         ended_event(fault, InjectionResult(failed=("a",), not_undone=("b",)), **to),
         *events_of(check_run(), occasion, clock),
+        *_of_burnin(clock),
     ]
+
+
+def _of_burnin(clock):
+    measured = Measurement(
+        test="gemm", part=GPU, parameters={"dtype": "bf16"}, values=(1.0,), unit="TFLOP/s"
+    )
+    tested = TestedTest(name="gemm", measurements=(measured,))
+    payload = measured_json(measured, tested, "h100-sxm", {"torch": "2.13.0"})
+    return measured_events([payload], "run", "n1", clock)
 
 
 def _of_runs(clock):

@@ -60,6 +60,7 @@ def _subclasses(cls):
 def test_the_commands_are_frozen():
     assert set(COMMANDS) == {
         "baseline",
+        "burnin",
         "check",
         "ckpt",
         "config",

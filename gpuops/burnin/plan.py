@@ -1,0 +1,132 @@
+"""Which tests a burn-in runs, and for how many seconds each. Pure.
+
+A tier is a time and a list of tests, each with its share of it (gpuops judgement: products and
+patterns find most, so that they get most). The time of a process start is not in it.
+"""
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from gpuops.errors import UsageError
+
+TEST_S_MIN = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurninTest:
+    """One test: the module of its program in `gpuops.worker.burnin`, and its arguments.
+
+    ``on_parts``: one process for each GPU, or group of processors, all at once; else one for the
+    node. ``seconds``: how long it measures.
+    """
+
+    name: str
+    about: str
+    program: str
+    arguments: tuple[str, ...] = ()
+    on_parts: bool = True
+    seconds: float = 0.0
+
+    @property
+    def check(self) -> str:
+        """Return the name of its findings; checks have names without a slash."""
+        return f"burnin/{self.name}"
+
+
+_ALL = (
+    BurninTest(name="gemm", about="matrix products: rate, and the same bits", program="gemm"),
+    BurninTest(
+        name="hbm",
+        about="memory bandwidth: copy and triad",
+        program="memory",
+        arguments=("--mode", "hbm"),
+    ),
+    BurninTest(
+        name="host",
+        about="processors: memory, integers and floating point, one core and all",
+        program="host",
+        arguments=("--mode", "host"),
+        on_parts=False,
+    ),
+    BurninTest(
+        name="patterns",
+        about="memory keeps what is written: addresses, complements, moving inversions",
+        program="memory",
+        arguments=("--mode", "patterns"),
+    ),
+    BurninTest(
+        name="disk",
+        about="a file on each local disk: direct I/O and fsync, read back",
+        program="host",
+        arguments=("--mode", "disk"),
+        on_parts=False,
+    ),
+)
+TESTS: Mapping[str, BurninTest] = MappingProxyType({test.name: test for test in _ALL})
+# Names that users may know of, with what to say.
+_LATER = MappingProxyType(
+    {"golden": "the kernels with exact answers come with the corruption checks of a later release"}
+)
+TIERS: Mapping[str, tuple[float, Mapping[str, float]]] = MappingProxyType(
+    {
+        "10m": (600.0, {"gemm": 5, "hbm": 3, "host": 2}),
+        "30m": (1800.0, {"gemm": 5, "hbm": 3, "host": 2, "patterns": 8, "disk": 2}),
+        "60m": (3600.0, {"gemm": 10, "hbm": 3, "host": 2, "patterns": 12, "disk": 3}),
+    }
+)
+
+
+def make_tests(
+    tier: str, only: Sequence[str] = (), duration_s: float | None = None
+) -> tuple[BurninTest, ...]:
+    """Return the tests of *tier* with their seconds; of all tests those in *only*, if given.
+
+    *duration_s*: the seconds of all tests together; default: the tier's.
+
+    Raises:
+        UsageError: There is no such test.
+    """
+    total_s, shares = TIERS[tier]
+    for name in only:
+        _check_name(name)
+    chosen = [test for test in _ALL if (test.name in only if only else test.name in shares)]
+    weights = {test.name: shares.get(test.name, 1.0) for test in chosen}
+    a_share_s = (duration_s or total_s) / sum(weights.values())
+    return tuple(
+        replace(test, seconds=max(weights[test.name] * a_share_s, TEST_S_MIN)) for test in chosen
+    )
+
+
+def _check_name(name: str) -> None:
+    if name in TESTS:
+        return
+    if name in _LATER:
+        raise UsageError(f"--only {name}: {_LATER[name]}")
+    close = difflib.get_close_matches(name, TESTS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise UsageError(f"--only: there is no test {name!r}{hint} (there is: {', '.join(TESTS)})")
+
+
+def split_cpus(cpus: Sequence[int], groups_max: int = 8) -> tuple[tuple[int, ...], ...]:
+    """Return *cpus* in at most *groups_max* groups of nearly the same size, in order.
+
+    Eight as on most GPU nodes: the judge compares one with the others.
+    """
+    count = min(groups_max, len(cpus))
+    size, more = divmod(len(cpus), count)
+    ends = [size * number + min(number, more) for number in range(count + 1)]
+    return tuple(tuple(cpus[start:end]) for start, end in itertools.pairwise(ends))
+
+
+def cpus_text(cpus: Sequence[int]) -> str:
+    """Return *cpus* as ``0-3,8``, the list format of cpuset(7)."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,165 @@
+"""Matrix products: how fast, and whether they are the same bits each time.
+
+``python -m gpuops.worker.burnin.gemm --device cuda:0 --seconds 60``
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gpuops.burnin.measurement import Measurement
+from gpuops.burnin.results import ResultDigest, WrongResult
+from gpuops.worker.burnin.program import DeviceUnderTest, Emit, arguments, rates, run_program
+
+TEST = "gemm"
+# Ampere: the first with bf16 and TF32 (CUDA C++ Programming Guide, compute capabilities).
+_AMPERE = (8, 0)
+_GPU_SIZE = 8192
+# Processors without bf16 units emulate it, hundreds of times slower.
+_CPU_SIZES = {"fp32": 1024, "bf16": 256}
+_BITS = {2: torch.int16, 4: torch.int32}
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A number format: torch's type, and how precise products of fp32 must be."""
+
+    dtype: torch.dtype
+    precision: str = "highest"
+
+
+FORMATS = {
+    "bf16": Format(torch.bfloat16),
+    "fp16": Format(torch.float16),
+    "tf32": Format(torch.float32, "high"),
+    "fp32": Format(torch.float32),
+}
+
+
+def formats_of(device: DeviceUnderTest) -> tuple[str, ...]:
+    """Return the names of the formats that *device* multiplies in hardware."""
+    if not device.is_gpu:
+        return ("fp32", "bf16")
+    if torch.cuda.get_device_capability(device.torch_device) >= _AMPERE:
+        return tuple(FORMATS)
+    return ("fp16", "fp32")
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.matmul(a, b, out=out)
+
+
+def measure_gemm(
+    device: DeviceUnderTest,
+    seconds: float,
+    emit: Emit,
+    multiply: Product = _multiply,
+) -> None:
+    """Measure square products in each format, each for its share of *seconds*.
+
+    A product of size n is 2 n³ operations. The digest is that of the first product; later ones
+    are compared with it bit for bit, so that a NaN is equal to itself.
+    """
+    names = formats_of(device)
+    for name in names:
+        size = _GPU_SIZE if device.is_gpu else _CPU_SIZES[name]
+        _Format(device, name, size, emit, multiply).measure(seconds / len(names))
+
+
+class _Format:
+    """The products in one format on one device."""
+
+    def __init__(
+        self, device: DeviceUnderTest, name: str, size: int, emit: Emit, multiply: Product
+    ) -> None:
+        self._device, self._name, self._size = device, name, size
+        self._emit, self._multiply = emit, multiply
+        self._parameters = {"dtype": name, "size": str(size)}
+        dtype = FORMATS[name].dtype
+        self._a = fixed_matrix(size, 12345, dtype, device.torch_device)
+        self._b = fixed_matrix(size, 67890, dtype, device.torch_device)
+        self._first = torch.empty_like(self._a)
+        self._out = torch.empty_like(self._a)
+        self._differed = False
+
+    def measure(self, seconds: float) -> None:
+        torch.set_float32_matmul_precision(FORMATS[self._name].precision)
+        self._multiply(self._a, self._b, self._first)
+        self._device.synchronize()
+        values = rates(
+            lambda: self._multiply(self._a, self._b, self._out),
+            self._device,
+            seconds,
+            2 * self._size**3 / 1e12,
+            self._compare,
+        )
+        about = {"test": TEST, "part": self._device.part}
+        self._emit(
+            Measurement(parameters=self._parameters, values=values, unit="TFLOP/s", **about)  # type: ignore[arg-type]  # of the names above
+        )
+        self._emit(
+            ResultDigest(
+                parameters=self._parameters_text(),
+                model=self._device.model,
+                digest=digest_of(self._first),
+                **about,  # type: ignore[arg-type]  # as above
+            )
+        )
+
+    def _compare(self) -> None:
+        """Say once if the last product differs from the first."""
+        if self._differed:
+            return
+        bits = _BITS[self._out.element_size()]
+        same = self._out.view(bits) == self._first.view(bits)
+        if bool(same.all()):
+            return
+        self._differed = True
+        wrong = (~same).nonzero()
+        row, column = wrong[0].tolist()
+        text = f"the same product differed in {len(wrong)} of {same.numel()} elements between"
+        self._emit(
+            WrongResult(
+                test=TEST,
+                part=self._device.part,
+                parameters=self._parameters_text(),
+                message=f"{text} two repeats, first at row {row}, column {column}",
+            )
+        )
+
+    def _parameters_text(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in sorted(self._parameters.items()))
+
+
+def fixed_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a square matrix of *size* rows of values in [-1, 1), the same on every device.
+
+    A linear congruential sequence in integers: no random number generator differs by device.
+    """
+    numbers = torch.arange(size * size, dtype=torch.int64, device=device)
+    numbers.mul_(1_103_515_245).add_(seed).bitwise_right_shift_(8).bitwise_and_(0x3FF)
+    return numbers.sub_(512).to(torch.float32).div_(512).to(dtype).view(size, size)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of the bytes of *tensor*."""
+    return hashlib.sha256(tensor.cpu().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
+    measure_gemm(device, found.seconds, emit)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; return its exit code."""
+    return run_program(arguments(TEST), argv, _measure, TEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

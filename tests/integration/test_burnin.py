@@ -1,0 +1,332 @@
+"""A burn-in of one node: real processes, whose programs are planted ones but for the last test."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+
+import pytest
+from support.command import gpuops
+from support.fake_root import FakeRoot
+from support.small_disk import small_disk
+
+from gpuops.burnin.plan import TESTS
+from gpuops.burnin.results import (
+    Measurement,
+    ProgramEnd,
+    ResultDigest,
+    WrongResult,
+    to_line,
+)
+from gpuops.errors import BusyError, UsageError
+from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher
+from gpuops.gate.burnin_counters import counting_plan
+from gpuops.gate.burnin_progress import progress_path
+from gpuops.gate.node_lock import node_lock
+from gpuops.gate.session import CheckRequest
+from gpuops.host.clock import FakeClock
+from gpuops.host.process.inspect import process_state
+from gpuops.model import Entity, EntityKind, FailureClass, Status, UnknownReason
+
+NODE = Entity(EntityKind.NODE, "n1")
+CPUS = [Entity(EntityKind.CPU, str(number)) for number in range(3)]
+GEMM = dataclasses.replace(TESTS["gemm"], seconds=0.1)
+HBM = dataclasses.replace(TESTS["hbm"], seconds=0.1)
+NIC = "sys/bus/pci/devices/0000:1c:00.0"
+
+
+def rate(part, value=100.0):
+    return Measurement(
+        test="gemm", part=part, parameters={"dtype": "fp32"}, values=(value,), unit="GFLOP/s"
+    )
+
+
+def digest(part, text="good"):
+    about = {"test": "gemm", "part": part, "parameters": "dtype=fp32", "model": "m"}
+    return ResultDigest(**about, digest=text)
+
+
+def healthy(part):
+    return (rate(part), digest(part), ProgramEnd(test="gemm"))
+
+
+def says(*records, then="", first=""):
+    """Return the command of a program that prints *records*, between *first* and *then*."""
+    lines = "".join(to_line(record) + "\n" for record in records)
+    code = f"import os, signal, sys, time\n{first}\nsys.stdout.write({lines!r})\n"
+    return [sys.executable, "-I", "-S", "-c", f"{code}sys.stdout.flush()\n{then}"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    fake = FakeRoot(tmp_path / "root")
+    fake.write(f"{NIC}/vendor", "0x15b3\n").write(f"{NIC}/class", "0x020700\n")
+    return fake.write(f"{NIC}/aer_dev_fatal", "DLP 0\nTOTAL_ERR_FATAL 0\n")
+
+
+@pytest.fixture
+def burnin(root, tmp_path):
+    """Return what makes a burn-in whose programs are those that *command* returns for a part."""
+
+    def make(command, tests=(GEMM,), watcher=None, **changes):
+        state_dir = changes.pop("state_dir", tmp_path / "state")
+        state_dir.mkdir(exist_ok=True)
+        plan = counting_plan(
+            CheckRequest(
+                suite="full", node="n1", root=root.path, state_dir=state_dir, uid=os.geteuid()
+            )
+        )
+        request = BurninRequest(
+            plan=plan,
+            tests=tests,
+            asked="--tier 10m",
+            cpus=(0, 1, 2),
+            disks=(),
+            environ=dict(os.environ),
+            command=lambda test, part, _more: command(test, part.entity),
+            **changes,
+        )
+        return Burnin(request, FakeClock(), watcher or BurninWatcher())
+
+    return make
+
+
+def run(made):
+    made.run()
+    return made.result()
+
+
+def bad(check_run):
+    return [item for item in check_run.findings if item.status > Status.SKIP]
+
+
+def test_equal_parts_pass_and_each_measurement_is_told(burnin):
+    made = burnin(lambda _test, part: says(*healthy(part)))
+    result = run(made)
+
+    assert (result.suite, result.node, result.verdict) == ("burnin", "n1", Status.PASS)
+    assert [item.message for item in result.findings if item.check == "burnin/gemm"] == [
+        "dtype=fp32: median of 1, spread 0.0 %; the worst of 3 (cpu 0); the same bits on 3"
+    ]
+    told = made.measured()
+    assert [item["part"]["id"] for item in told] == ["0", "1", "2"]
+    assert told[0]["parameters"] == "dtype=fp32"
+    assert told[0]["shape"].startswith("3 x ")
+
+
+def test_a_part_with_other_bits_is_named_and_fails(burnin):
+    def command(_test, part):
+        return says(rate(part), digest(part, "bad" if part.id == "1" else "good"), healthy(part)[2])
+
+    made = burnin(command)
+    (found,) = bad(run(made))
+
+    assert (found.entity, found.status) == (CPUS[1], Status.FAIL)
+    assert found.failure_class is FailureClass.HOST_CPU
+    assert [item["status"] for item in made.measured()] == ["pass", "fail", "pass"]
+
+
+def test_a_wrong_result_of_one_part_fails_it(burnin):
+    def command(_test, part):
+        wrong = WrongResult(test="gemm", part=part, parameters="dtype=fp32", message="3 differ")
+        return says(*([wrong] if part.id == "2" else []), *healthy(part))
+
+    (found,) = bad(run(burnin(command)))
+
+    assert (found.entity, found.status, found.message) == (
+        CPUS[2],
+        Status.FAIL,
+        "dtype=fp32: 3 differ",
+    )
+
+
+@pytest.mark.parametrize(
+    ("planted", "text"),
+    [
+        ({"first": "print('garbage\\n\\x00\\x1b[2J{\"record\": 7}')"}, None),
+        ({"then": 'sys.stdout.write(\'{"record": "e\'); sys.exit(7)'}, "exited with code 7"),
+        ({"then": "sys.exit('CUDA error: device lost')"}, "CUDA error: device lost"),
+        ({"then": "os.kill(os.getpid(), 11)"}, "ended by SIGSEGV"),
+        (
+            {"then": "for _ in range(100): sys.stdout.write('x' * 2**20 + '\\n')"},
+            "bytes more than a test prints",
+        ),
+        ({"then": "sys.stdout.write('y' * 100 * 2**20)"}, "bytes more than a test prints"),
+    ],
+    ids=["garbage", "half a line", "error", "crash", "100 MB", "a line of 100 MB"],
+)
+def test_what_one_program_prints_costs_no_other_part_its_result(burnin, planted, text):
+    def command(_test, part):
+        return says(*healthy(part), **(planted if part.id == "1" else {}))
+
+    result = run(burnin(command))
+
+    rates = [item for item in result.findings if item.unit == "GFLOP/s"]
+    assert [item.status for item in rates] == [Status.PASS]
+    unknown = [(item.entity, item.unknown_reason) for item in bad(result)]
+    assert unknown == ([] if text is None else [(CPUS[1], UnknownReason.CRASH)])
+    assert text is None or text in bad(result)[0].message
+
+
+def test_a_program_that_ignores_sigterm_and_outlives_its_limit_is_ended_and_named(burnin, tmp_path):
+    def command(_test, part):
+        stays = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        stays += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        stays += "time.sleep(600)"
+        return says(*healthy(part)[:2], then=stays) if part.id == "0" else says(*healthy(part))
+
+    # The others have this long to start and end: no test of how quick the machine is.
+    result = run(burnin(command, start_s=8.0))
+
+    (found,) = bad(result)
+    pid = int((tmp_path / "pid").read_text())
+    assert (found.entity, found.unknown_reason) == (CPUS[0], UnknownReason.TIMEOUT)
+    assert f"pid {pid}" in found.message
+    assert result.late == ("burnin/gemm",)
+    assert process_state(pid) is None or process_state(pid).ended
+
+
+def test_errors_that_grow_during_a_test_fail_it_though_it_is_fast(burnin, root):
+    counter = root.path / NIC / "aer_dev_fatal"
+
+    def command(_test, part):
+        grow = f"open({str(counter)!r}, 'w').write('DLP 1\\nTOTAL_ERR_FATAL 1\\n')"
+        return says(*healthy(part), then=grow if part.id == "0" else "")
+
+    result = run(burnin(command, tests=(GEMM, HBM)))
+
+    (found,) = bad(result)
+    assert (found.check, found.status) == ("pci_aer", Status.FAIL)
+    assert str(found.entity) == "link pci 0000:1c:00.0"
+    assert found.message.endswith("; new during the burn-in test gemm")
+
+
+def interrupts(marker):
+    """Return the code of a program that interrupts its parent as Ctrl-C does, and goes on."""
+    stays = f"open({str(marker)!r}, 'w').write(str(os.getpid()))\n"
+    return stays + f"os.kill(os.getppid(), {int(signal.SIGINT)})\ntime.sleep(600)"
+
+
+def test_ctrl_c_leaves_nothing_running_keeps_what_was_done_and_resume_goes_on(burnin, tmp_path):
+    ran, marker = [], tmp_path / "pid"
+
+    def command(test, part):
+        ran.append((test.name, part.id))
+        waits = interrupts(marker) if test.name == "hbm" and part.id == "0" else ""
+        return says(*healthy(part), then=waits if not marker.exists() else "")
+
+    made = burnin(command, tests=(GEMM, HBM))
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    found = process_state(int(marker.read_text()))
+    partial = made.result()
+
+    assert found is None or found.ended
+    assert partial.verdict is Status.UNKNOWN
+    assert "not run: hbm" in bad(partial)[0].message
+    assert len(made.measured()) == 3
+
+    ran.clear()
+    again = burnin(command, tests=(GEMM, HBM), resume=True)
+    result = run(again)
+
+    assert {name for name, _ in ran} == {"hbm"}
+    assert result.verdict is Status.PASS
+    assert {item.check for item in result.findings if item.unit} == {"burnin/gemm", "burnin/hbm"}
+    assert len(again.measured()) == 6
+    assert not progress_path(tmp_path / "state").exists()
+
+
+def test_resume_refuses_what_was_not_begun_or_was_another_burn_in(burnin, tmp_path):
+    made = burnin(lambda _test, part: says(*healthy(part)), resume=True)
+    with pytest.raises(UsageError, match="holds no interrupted burn-in"):
+        made.run()
+
+    other = {"schema": "gpuops.burnin-progress/1", "plan": "--tier 60m", "start_us": 1, "done": []}
+    progress_path(tmp_path / "state").write_text(json.dumps(other))
+    with pytest.raises(UsageError, match="the interrupted burn-in was --tier 60m"):
+        made.run()
+
+    progress_path(tmp_path / "state").write_text('{"schema": "gpuops.burnin-progress/1"}')
+    with pytest.raises(UsageError, match="is damaged"):
+        made.run()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_costs_the_resume_and_no_result(burnin, tmp_path):
+    problems = []
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "filler").write_bytes(b"")
+        with (disk / "filler").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+        made = burnin(
+            lambda _test, part: says(*healthy(part)),
+            watcher=BurninWatcher(on_problem=problems.append),
+            state_dir=disk,
+        )
+        result = run(made)
+
+    assert result.verdict is Status.PASS
+    assert len(problems) == 1
+    assert "No space left on device; --resume will not know of this test" in problems[0]
+
+
+def test_a_second_burn_in_is_refused_and_names_the_first(tmp_path):
+    with node_lock(tmp_path / "state", "burnin") as problem:
+        assert problem is None
+        with (
+            pytest.raises(BusyError, match=rf"burnin \(pid {os.getpid()}\) holds"),
+            node_lock(tmp_path / "state", "burnin"),
+        ):
+            pass
+        env = {"GPUOPS_STATE": str(tmp_path / "state")}
+        result = gpuops("burnin", "--duration", "1", env=env)
+
+    assert (result.returncode, result.stdout) == (75, "")
+    assert f"burnin (pid {os.getpid()})" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--only", "golden"), "corruption checks"),
+        (("--only", "gem"), "did you mean 'gemm'"),
+        (("--json", "--jsonl"), "exclude each other"),
+        (("--resume",), "holds no interrupted burn-in"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_64(words, text):
+    result = gpuops("burnin", "--duration", "1", *words)
+
+    assert result.returncode == 64
+    assert text in result.stderr
+
+
+@pytest.mark.torch
+def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
+    # No store, so that what was recorded stays in the spool.
+    env = {"GPUOPS_STORE": f"sqlite:///{tmp_path}/missing/gpuops.db"}
+    result = gpuops("burnin", "--duration", "5", "--json", env=env, timeout=110)
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    body = json.loads(result.stdout)
+    assert body["schema"] == "gpuops.burnin/1"
+    assert {item["check"] for item in body["findings"] if item["unit"]} == {
+        "burnin/gemm",
+        "burnin/hbm",
+        "burnin/host",
+    }
+    measured = body["measurements"]
+    assert all(item["value"] > 0 for item in measured)
+    assert "torch" in measured[0]["software"]
+    lines = "".join(
+        path.read_text(errors="replace")
+        for path in (tmp_path / "default" / "spool").rglob("*")
+        if path.is_file()
+    )
+    assert lines.count("burnin.measured") == len(measured)

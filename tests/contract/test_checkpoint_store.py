@@ -559,6 +559,27 @@ def test_a_state_is_verified_once_it_was_read_back_and_no_more_once_it_is_damage
     assert not is_verified()
 
 
+def test_a_state_that_was_not_verified_as_it_was_written_has_all_hashes_once_it_was_read_back(
+    store, kind
+):
+    shard, key = Shard(1, 2), f"{STATE.name}/{pieces_file_name(Shard(1, 2))}"
+    with images(2, nbytes=CHUNK_BYTES + 5 * PIECE_BYTES) as shards:
+        persist(store, STATE, shards, origin=ORIGIN)
+        blocks = kind.read(key)
+        store.delete(STATE)
+        persist(store, STATE, shards, origin=ORIGIN, verify=False)
+        data = content_of(shards[shard])
+    record = store.read_manifest(STATE).record(shard)
+    begin, end = CHUNK_BYTES + PIECE_BYTES, CHUNK_BYTES + 2 * PIECE_BYTES
+    at, found = read_range(ranges_of(store, shard), begin, end)
+    assert found[begin - at :][:PIECE_BYTES] == data[begin:end]
+
+    store.read_back(record, STATE)
+
+    assert kind.read(key) == blocks
+    assert read_range(ranges_of(store, shard), begin, end) == (begin, data[begin:end])
+
+
 def test_a_state_that_lacks_a_shard_or_was_damaged_is_damaged_until_it_is_written_anew(
     store, kind, pair
 ):

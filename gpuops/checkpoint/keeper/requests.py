@@ -333,7 +333,7 @@ class KeeperRequests:
         self._core.restore_from(state, epoch, holders, why, loading_world)
 
     def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:
-        """Reply once the newest committed state is persisted, or cannot be.
+        """Reply once the newest committed state is persisted and verified, or cannot be.
 
         On several nodes that is once the shards of all of them are there.
         """
@@ -357,6 +357,8 @@ class KeeperRequests:
                 persister.is_flushing = True
                 raise NotReadyError
             why = persister.commit_failure or "other nodes have not written their shards"
+        elif persister.awaits_read_back(newest) and waited_s < _COMMIT_SHARE * deadline_s:
+            raise NotReadyError
         persister.is_flushing = False
         directory = None if policy is None else policy.directory
         state = None if why else newest

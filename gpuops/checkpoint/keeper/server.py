@@ -168,8 +168,10 @@ class KeeperServer:
     def _is_persisting_final(self) -> bool:
         """Persist the states that only memory holds; return whether that is in progress."""
         persister, newest = self.core.persister, self.core.memory.buffer_table.last_committed
-        if newest is None or persister.schedule.has_persisted(newest):
+        if newest is None:
             return False
+        if persister.schedule.has_persisted(newest):
+            return persister.awaits_read_back(newest)
         if not self._has_flushed:  # once: what fails now fails again
             self._has_flushed = persister.is_flushing = True
             persister.persist_if_due()

@@ -102,11 +102,17 @@ class StateWriter(Protocol):
     shards_at_once: int
 
     def put_shard(
-        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+        self,
+        record: ShardRecord,
+        source: ImageSource,
+        *,
+        throttle: Throttle = unthrottled,
+        verify: bool = True,
     ) -> None:
         """Write the shard from the start of *source* (a descriptor's position is not moved).
 
-        Returns once the bytes are on stable storage.
+        Returns once the bytes are on stable storage. Without *verify* a store may leave it to
+        `CheckpointStore.read_back` to compare them with the record's digest.
 
         Raises:
             CorruptError: The bytes that were written are not those of the record's digest.
@@ -249,7 +255,8 @@ class CheckpointStore(Protocol):
     ) -> None:
         """Read a shard from the store and record that it is intact, unless that is recorded.
 
-        What `mark_damaged` recorded of it is removed then.
+        What `mark_damaged` recorded of it is removed then. The hashes of its pieces are added where
+        the writer left them out.
 
         Raises:
             CorruptError: It is not what was saved.

@@ -299,16 +299,22 @@ class DirectoryStore:
         self, record: ShardRecord, state: StateId, *, throttle: Throttle = unthrottled
     ) -> None:
         name, verified = record.shard.file_name, verified_file_name(record.shard)
+        pieces = pieces_file_name(record.shard)
         with self._open_state(state, name) as folder:
-            if verified in list_names(folder):
+            names = list_names(folder)
+            if verified in names:
                 return
             fd = open_regular_file(name, folder)
             try:
-                verify_on_disk(fd, record.digest, throttle=throttle)
+                blocks = verify_on_disk(
+                    fd, record.digest, throttle=throttle, hash_pieces=pieces not in names
+                )
             except CorruptError as exc:
                 raise CorruptError(f"{self._root / state.name / name}: {exc}") from exc
             finally:
                 close_quietly(fd)
+            if blocks:
+                _write_pieces(pieces, blocks, folder)
             _set_mark(verified, damaged_file_name(record.shard), folder)
 
     def mark_damaged(self, record: ShardRecord, state: StateId) -> None:
@@ -416,6 +422,17 @@ def _set_mark(name: str, other: str, folder: int) -> None:
     with contextlib.suppress(FileExistsError):
         write_synced(name, b"", folder)
     os.fsync(folder)
+
+
+def _write_pieces(name: str, blocks: bytes, folder: int) -> None:
+    """Write the hashes of pieces into the file *name*, if that is possible: reading needs none."""
+    try:
+        write_synced(name, blocks, folder)
+    except FileExistsError:  # another reader was faster
+        pass
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
 
 
 def _read_pins(root: int) -> Callable[[StateId], tuple[str, ...]]:

@@ -96,7 +96,12 @@ class DirectoryWriter:
             self._open = opening.pop_all()
 
     def put_shard(
-        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+        self,
+        record: ShardRecord,
+        source: ImageSource,
+        *,
+        throttle: Throttle = unthrottled,
+        verify: bool = True,
     ) -> None:
         path = self._context.root / self._name / record.shard.file_name
         if record.shard.world != self._world:
@@ -106,8 +111,11 @@ class DirectoryWriter:
                 if self._shared_name is not None:
                     self._write_session_shard(record, source, throttle)
                 else:
-                    pieces = self._write_shard(record.shard.file_name, record, source, throttle)
-                    write_synced(pieces_file_name(record.shard), pieces, self._folder)
+                    pieces = self._write_shard(
+                        record.shard.file_name, record, source, throttle, verify=verify
+                    )
+                    if pieces:
+                        write_synced(pieces_file_name(record.shard), pieces, self._folder)
             except CorruptError as exc:
                 raise CorruptError(f"{path} was not kept: {exc}") from exc
         self._records[record.shard] = record
@@ -188,9 +196,15 @@ class DirectoryWriter:
         return os.path.samestat(found, os.fstat(self._folder))
 
     def _write_shard(
-        self, name: str, record: ShardRecord, source: ImageSource, throttle: Throttle
+        self,
+        name: str,
+        record: ShardRecord,
+        source: ImageSource,
+        throttle: Throttle,
+        *,
+        verify: bool = True,
     ) -> bytes:
-        """Write the image into the file *name*; return the hashes of its pieces."""
+        """Write the image into the file *name*; return the hashes of its pieces, if any."""
         with self._space.claim(record.digest.nbytes) as on_next:
 
             def before_write(nbytes: int) -> None:
@@ -200,7 +214,9 @@ class DirectoryWriter:
             fd = create(name, self._folder)
             try:
                 try:
-                    return write_image(source, fd, record.digest, throttle=before_write)
+                    return write_image(
+                        source, fd, record.digest, throttle=before_write, verify=verify
+                    )
                 finally:
                     os.close(fd)  # file servers may report a failed write only here
             except BaseException:  # boundary: whatever the error, free the disk

@@ -2,7 +2,7 @@
 
 The bytes go from the mapping of the image to the disk without an intermediate copy, a chunk at a
 time. Each chunk is hashed after it was written, so the hash detects any change meanwhile; the next
-one is written at the same time.
+one is written at the same time. Where the file is read back and verified soon, nothing is hashed.
 
 Files are written with O_DIRECT where the file system supports it: it takes no CPU time for copies,
 and does not evict the training's page cache.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 
-from gpuops.checkpoint.digest import HASH_BYTES, digest_root, is_chunk_intact
+from gpuops.checkpoint.digest import HASH_BYTES, chunk_hash, digest_root, is_chunk_intact
 from gpuops.checkpoint.image import HEADER_BYTES_MAX, read_layout
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.pieces import encode_block
@@ -85,9 +85,16 @@ def _set_direct(fd: int, *, is_on: bool) -> bool:
 
 
 def write_image(
-    source: ImageSource, target_fd: int, digest: Digest, *, throttle: Throttle = unthrottled
+    source: ImageSource,
+    target_fd: int,
+    digest: Digest,
+    *,
+    throttle: Throttle = unthrottled,
+    verify: bool = True,
 ) -> bytes:
     """Write the image in *source* to *target_fd* and sync it; return the hashes of its pieces.
+
+    Without *verify* nothing is compared with *digest*, and the result is empty.
 
     Raises:
         CorruptError: The written bytes do not match *digest*.
@@ -102,11 +109,13 @@ def write_image(
         for chunk in chunks:
             throttle(len(chunk))
             target.write(chunk)
+            if not verify:
+                continue
             if hashing:
                 hashing[-1].result()  # its memory is used again for the chunk after this one
             hashing.append(hasher.submit(encode_block, chunk[:]))
         os.fsync(target_fd)
-        return _join_blocks([task.result() for task in hashing], digest)
+        return _join_blocks([task.result() for task in hashing], digest) if verify else b""
 
 
 def verify_image(source: ImageSource, digest: Digest) -> bytes:
@@ -137,8 +146,12 @@ def read_image(source_fd: int, digest: Digest, into: memoryview) -> None:
                 raise CorruptError(f"the chunk at byte {at} is not what was saved")
 
 
-def verify_on_disk(fd: int, digest: Digest, *, throttle: Throttle = unthrottled) -> None:
+def verify_on_disk(
+    fd: int, digest: Digest, *, throttle: Throttle = unthrottled, hash_pieces: bool = False
+) -> bytes:
     """Read the image in the file *fd* past the page cache, where the file system supports that.
+
+    Return the hashes of its pieces with *hash_pieces*, else nothing: they take as long as the hash.
 
     Raises:
         CorruptError: With the offset of the first chunk that is not what was saved.
@@ -149,6 +162,7 @@ def verify_on_disk(fd: int, digest: Digest, *, throttle: Throttle = unthrottled)
         raise CorruptError(f"it has {size_bytes} bytes, {digest.nbytes} were saved")
     is_direct = _set_direct(fd, is_on=True)
     buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # begins at a page, as O_DIRECT needs
+    blocks = bytearray()
     for number, at in enumerate(range(0, size_bytes, CHUNK_BYTES)):
         chunk = buffer[: min(CHUNK_BYTES, size_bytes - at)]
         throttle(len(chunk))
@@ -157,8 +171,12 @@ def verify_on_disk(fd: int, digest: Digest, *, throttle: Throttle = unthrottled)
         if not is_direct:
             os.posix_fadvise(fd, at, len(chunk), os.POSIX_FADV_DONTNEED)
             _read_all(fd, chunk, at)
-        if not is_chunk_intact(chunk, digest, number):
+        block = encode_block(chunk) if hash_pieces else chunk_hash(chunk)
+        if block[:HASH_BYTES] != digest.table[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
             raise CorruptError(f"the chunk at byte {at} is not what was saved")
+        if hash_pieces:
+            blocks += block
+    return bytes(blocks)
 
 
 def _read_direct(fd: int, buffer: memoryview, nbytes: int, at: int) -> bool:

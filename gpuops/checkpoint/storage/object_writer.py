@@ -55,7 +55,12 @@ class ObjectWriter:
         self._existing = self._find_existing()
 
     def put_shard(
-        self, record: ShardRecord, source: ImageSource, *, throttle: Throttle = unthrottled
+        self,
+        record: ShardRecord,
+        source: ImageSource,
+        *,
+        throttle: Throttle = unthrottled,
+        verify: bool = True,  # noqa: ARG002 an upload takes longer than its hash: always verified
     ) -> None:
         key = self._key(record.shard)
         url = f"{self._tree.address}/{key}"

@@ -50,17 +50,19 @@ class StateOrigin:
     generation: int
 
 
-def persist(
+def persist(  # noqa: PLR0913 all but three are keywords
     store: CheckpointStore,
     state: StateId,
     shards: Mapping[Shard, ShardInMemory],
     *,
     origin: StateOrigin,
     throttle: Throttle = unthrottled,
+    verify: bool = True,
     clock: Clock | None = None,
 ) -> PersistResult:
     """Write all *shards* of *state* to *store*; it is complete and durable on return.
 
+    *verify*: see `StateWriter.put_shard`.
     Call `CheckpointStore.sweep` now and then to remove what interrupted writers left.
 
     Raises:
@@ -75,7 +77,7 @@ def persist(
     if store.contains(manifest):
         return PersistResult(state, _elapsed_s(begin_ns, clock), 0)
     with _abort_at_exit(store.open_writer(state, world)) as writer:
-        _put_shards(writer, manifest.shards, shards, throttle)
+        _put_shards(writer, manifest.shards, shards, throttle, verify=verify)
         is_new = writer.commit(manifest)
     return PersistResult(state, _elapsed_s(begin_ns, clock), manifest.nbytes if is_new else 0)
 
@@ -147,6 +149,8 @@ def _put_shards(
     records: Sequence[ShardRecord],
     shards: Mapping[Shard, ShardInMemory],
     throttle: Throttle,
+    *,
+    verify: bool = True,
 ) -> None:
     """Put the shards of *records*, several at a time; the first error ends all and is raised.
 
@@ -163,7 +167,8 @@ def _put_shards(
         if errors:
             return
         try:
-            writer.put_shard(record, shards[record.shard][0], throttle=throttle_or_end)
+            source = shards[record.shard][0]
+            writer.put_shard(record, source, throttle=throttle_or_end, verify=verify)
         except BaseException as exc:  # noqa: BLE001 boundary: raised by the calling thread
             errors.append(exc)
 

@@ -14,6 +14,7 @@ from gpuops.checkpoint.keeper.jobs import EventQueue, JobKind, JobResult, Jobs, 
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.keeper.off_ranks import off_ranks
 from gpuops.checkpoint.memory.node_memory import MemoryShard, NodeMemory
+from gpuops.checkpoint.storage.address import local_directory
 from gpuops.checkpoint.storage.api import CheckpointStore
 from gpuops.checkpoint.storage.persist import (
     PersistResult,
@@ -41,7 +42,8 @@ class PersistTask:
     """One state to be written; ``session`` is the session where other nodes write shards, too.
 
     ``once``: what the nodes hold alike and write once, None where each writes all of its own.
-    ``resumed``: the state that the job resumed from, if any.
+    ``resumed``: the state that the job resumed from, if any. ``verify``: hash what is written;
+    else that is left to reading it back.
     """
 
     state: StateId
@@ -51,6 +53,7 @@ class PersistTask:
     session: str | None = None
     once: WriteOnce | None = None
     resumed: StateId | None = None
+    verify: bool = True
 
     @property
     def sources(self) -> Mapping[Shard, ShardInMemory]:
@@ -115,8 +118,16 @@ def run_persist(
         )
         written = _persist_part(task, write, check_fits)
         return PersistOutcome(written, is_complete=False, warning=warning)
-    persisted = persist(store, task.state, task.sources, origin=task.origin, throttle=throttle)
-    pruned, why = prune_old(store, task.policy, task.state, task.resumed)
+    persisted = persist(
+        store,
+        task.state,
+        task.sources,
+        origin=task.origin,
+        throttle=throttle,
+        verify=task.verify,
+    )
+    intact = {task.state} if task.verify else set()
+    pruned, why = prune_old(store, task.policy, intact, task.resumed)
     return PersistOutcome(persisted, pruned=pruned, warning=warning or why)
 
 
@@ -156,7 +167,7 @@ def run_commit(
             f"{task.state} cannot be committed in {store.address}: not all of its {task.world} "
             "shards are there"
         )
-    pruned, warning = prune_old(store, task.policy, task.state, task.resumed)
+    pruned, warning = prune_old(store, task.policy, {task.state}, task.resumed)
     persisted = PersistResult(task.state, clock_s() - began_s, 0)
     return PersistOutcome(persisted, has_written_shards=False, pruned=pruned, warning=warning)
 
@@ -201,6 +212,7 @@ class Persister:
     _commit_again_s: float = 0.0
     _awaiting: tuple[StateId, float] | None = None  # the others' shards of a state, since when
     _is_reported: bool = False
+    _unverified: StateId | None = None  # not hashed as it was written
     read_back: ReadBack = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,6 +270,7 @@ class Persister:
         if self.policy is None or self.policy.directory != policy.directory:
             self.schedule.reset()
             self.written_states, self.last_complete = [], None
+            self.read_back.verified = None
         self.policy = policy
 
     def rewind(self, state: StateId | None) -> None:
@@ -312,9 +325,29 @@ class Persister:
         session = None if table.is_single_node else self.origin.job
         shards = self.memory.complete_shards(state)
         once = once if state.epoch == table.epoch else None
-        task = PersistTask(state, shards, policy, self.origin, session, once, self._resumed)
+        verify = self._must_verify(policy.directory)
+        task = PersistTask(state, shards, policy, self.origin, session, once, self._resumed, verify)
         self.schedule.on_start(state, self.clock_s())
         run_task(self._run_persist(task))
+
+    def _must_verify(self, directory: str) -> bool:
+        """Return whether to hash what is written, rather than to leave it to reading it back.
+
+        Not on one node whose directory keeps up: the state before was read back by now, and
+        retention keeps it until a newer one was.
+        """
+        return (
+            not self.memory.buffer_table.is_single_node
+            or local_directory(directory) is None
+            or self.is_flushing
+            or self.is_ending()
+            or not self.written_states
+            or self.written_states[0] != self.read_back.verified
+        )
+
+    def awaits_read_back(self, state: StateId) -> bool:
+        """Return whether *state* was not hashed as it was written, and is still to be read back."""
+        return self._unverified == state and self.read_back.is_pending(state)
 
     async def _run_persist(self, task: PersistTask) -> None:
         work = partial(
@@ -331,6 +364,7 @@ class Persister:
         else:
             self._on_success(outcome, task.policy)
             written, is_alone = task.shards.keys(), task.session is None
+            self._unverified = None if task.verify else task.state
             self.read_back.request(
                 ReadBackTask(task.state, written, task.policy, is_alone, task.resumed)
             )

@@ -78,7 +78,7 @@ def run_read_back(
                 _remove_or_mark(store, task, record)
                 return ReadBackResult(task, damage=str(exc))
         nbytes = sum(record.digest.nbytes for record in records)
-        removed, _ = prune_old(store, task.policy, task.state, task.resumed)
+        removed, _ = prune_old(store, task.policy, {task.state}, task.resumed)
         verified = [stored.state for stored in store.list_states() if stored.is_verified]
         return ReadBackResult(task, nbytes, removed, verified=max(verified, default=None))
     return None
@@ -93,15 +93,19 @@ def _remove_or_mark(store: CheckpointStore, task: ReadBackTask, damaged: ShardRe
 
 
 def prune_old(
-    store: CheckpointStore, policy: CheckpointPolicy, state: StateId, resumed: StateId | None
+    store: CheckpointStore,
+    policy: CheckpointPolicy,
+    intact: Collection[StateId],
+    resumed: StateId | None,
 ) -> tuple[tuple[StateId, ...], str]:
-    """Apply retention once *state* was written by a job that *resumed* from another one.
+    """Apply retention once a job that *resumed* from a state has written another one.
 
-    Return what was removed, and the problem if any.
+    *intact*: which states were hashed as they were written, or read back. Return what was removed,
+    and the problem if any.
     """
     retention = RetentionPolicy(keep_last=policy.keep_last, keep_every=policy.keep_every)
     try:
-        removed = prune(store, retention, {state}, resumed)
+        removed = prune(store, retention, intact, resumed)
     except CheckpointError as exc:
         return (), str(exc)
     return tuple(decision.state for decision in removed), ""
@@ -133,6 +137,10 @@ class ReadBack:
         self._waiting, self._not_before_s = [task, *self._waiting][:_WAITING_MAX], 0.0
         self._requested_s = self.clock_s()
         self.tick()
+
+    def is_pending(self, state: StateId) -> bool:
+        """Return whether *state* is still to be read back."""
+        return any(task.state == state for task in self._waiting)
 
     def tick(self) -> None:
         """Begin with a state that waits, if none is being read."""

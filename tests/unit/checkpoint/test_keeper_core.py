@@ -241,6 +241,78 @@ def test_what_was_persisted_is_read_back_and_written_again_if_it_is_damaged(node
     assert [(it.state, it.is_verified) for it in store.list_states()] == [(second, True)]
 
 
+def flip_last_byte(node):
+    """Change what memory has of rank 1 at the newest state, after it was hashed."""
+    table = node.core.memory.buffer_table
+    slot = table.find(node.last_committed).slots[1]
+    node.core.memory.buffer(slot).view[-1:] = b"?"
+
+
+def test_what_follows_a_state_that_was_read_back_is_verified_only_by_reading_it_back(
+    node, tmp_path
+):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0, keep_last=1)
+    node.start().core.set_policy(policy)
+    first = node.go().save(1)
+    node.jobs.do("persist")
+    node.jobs.do("read_back")
+
+    second = node.save(2)
+    flip_last_byte(node)
+    node.jobs.do("persist")
+    assert [(it.state, it.is_verified) for it in store.list_states()] == [
+        (second, False),
+        (first, True),
+    ]
+    node.jobs.do("read_back")
+    assert [it.state for it in store.list_states()] == [first]
+    node.core.tick()
+    node.jobs.do("persist")  # what was damaged is hashed as it is written
+    assert "not what was saved" in node.core.persister.failure
+    assert [it.state for it in store.list_states()] == [first]
+
+    third = node.save(3)
+    node.now_s += 60.0
+    node.core.tick()
+    node.jobs.do("persist")
+    node.jobs.do("read_back")
+    assert [(it.state, it.is_verified) for it in store.list_states()] == [(third, True)]
+    shard = Shard(1, 2)
+    assert store.read_piece_hashes(third, shard, 0, 2**20)
+
+
+def test_what_is_written_faster_than_it_is_read_back_is_hashed_as_it_is_written(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0)
+    node.start().core.set_policy(policy)
+    node.go().save(1)
+    node.jobs.do("persist")
+
+    node.save(2)
+    flip_last_byte(node)
+    node.jobs.do("persist")
+
+    assert "not what was saved" in node.core.persister.failure
+    assert [it.state.step for it in store.list_states()] == [1]
+
+
+def test_a_flush_waits_until_what_was_not_hashed_as_it_was_written_is_read_back(node, tmp_path):
+    store = open_any_store(str(tmp_path / "states"))
+    policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0)
+    node.start().core.set_policy(policy)
+    node.go().save(1)
+    node.jobs.do("persist")
+    node.jobs.do("read_back")
+    newest = node.save(2)
+    node.jobs.do("persist")
+
+    assert flushed(node) is None
+    node.jobs.do("read_back")
+    assert flushed(node).state == newest
+    assert store.list_states()[0].is_verified
+
+
 def test_a_state_that_a_restore_finds_damaged_is_none_of_those_that_are_kept(node, tmp_path):
     store = open_any_store(str(tmp_path / "states"))
     policy = CheckpointPolicy(directory=store.address, persist_every_s=0.0, keep_last=2)

@@ -56,7 +56,7 @@ class FailingStore:
     def open_writer(self, _state, _world):
         return self
 
-    def put_shard(self, record, _source, *, throttle):
+    def put_shard(self, record, _source, *, throttle, verify):
         if record.shard.rank == 0:
             assert self.has_begun.wait(TIMEOUT_S)
             raise CheckpointError("no space")

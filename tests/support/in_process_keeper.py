@@ -23,7 +23,7 @@ from gpuops.checkpoint.memory.node_memory import AvailableBytes, NodeMemory, dup
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import ByteRange, PartialImage
 from gpuops.checkpoint.storage.address import open_store as open_any_store
-from gpuops.checkpoint.storage.persister import OpenStore
+from gpuops.checkpoint.storage.persist_task import OpenStore
 from gpuops.checkpoint.types import (
     CheckpointError,
     KeeperError,

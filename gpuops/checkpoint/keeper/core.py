@@ -32,7 +32,8 @@ from gpuops.checkpoint.memory.node_memory import BufferPool, NodeMemory
 from gpuops.checkpoint.peers.service import PeerService
 from gpuops.checkpoint.storage.address import open_store as open_any_store
 from gpuops.checkpoint.storage.persist import StateOrigin
-from gpuops.checkpoint.storage.persister import OpenStore, Persister
+from gpuops.checkpoint.storage.persist_task import OpenStore
+from gpuops.checkpoint.storage.persister import Persister
 from gpuops.checkpoint.types import (
     CheckpointError,
     KeeperError,

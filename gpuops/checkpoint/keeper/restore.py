@@ -24,7 +24,7 @@ from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.partial_image import PartialImage
 from gpuops.checkpoint.peers.fetch import PeerShards
 from gpuops.checkpoint.peers.service import BorrowedReplicas, PeerService
-from gpuops.checkpoint.storage.persister import OpenStore
+from gpuops.checkpoint.storage.persist_task import OpenStore
 from gpuops.checkpoint.types import (
     EPOCH_MAX,
     CheckpointError,

@@ -8,6 +8,7 @@ visible when its manifest is written; a writer that dies leaves nothing that loo
 * `object_store`, `object_writer`, `object_tree`: any URL that fsspec knows.
 * `image_file`: an image to and from a file, with O_DIRECT where it helps.
 * `persist` writes a state, several shards at a time, and applies retention; `persister` decides
-  when, in the keeper. `read_back` reads what was written.
+  when, in the keeper, and `persist_task` is what it runs in a thread. `read_back` reads what was
+  written.
 * `inspection`: a state as tensors instead of shards, and its verification.
 """

@@ -80,15 +80,18 @@ class FailureRate:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as figures."""
+        """Return the same as figures; ``low_…`` and ``high_…`` are `bounds`, of the record alone.
+
+        So the rate may be outside of them: it also has the weight of the prior.
+        """
         bounds = self.bounds
         return {
             "per_1000_node_days": self.per_1000_node_days,
             "source": self.source,
             "failures": self.n_failures,
             "node_hours": self.node_hours,
-            "low": None if bounds is None else bounds[0],
-            "high": None if bounds is None else bounds[1],
+            "low_per_1000_node_days": None if bounds is None else bounds[0],
+            "high_per_1000_node_days": None if bounds is None else bounds[1],
         }
 
     def to_text(self) -> str:

@@ -353,7 +353,8 @@ class ReplicaChecker:
             why = (
                 f"{format_ranks(ranks)} have different values in {what} at step {state.step} in "
                 "every comparison: the program does not replicate them, and they are no longer "
-                "compared"
+                "compared. The usual reason is a parameter that forward writes, from each rank's "
+                "own data, as nn.Embedding(max_norm=...) does"
             )
         self.notice = why
         self._events.add("replicas_apart", state=state, why=why)

@@ -140,6 +140,11 @@ class RamOption:
     saving: RamSaving
     need: RamNeed
 
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Return whether a resumed run goes on as if nothing had happened."""
+        return self.saving not in {RamSaving.WEIGHTS_ONLY, RamSaving.NO_COPIES}
+
 
 def ram_options(need: RamNeed) -> tuple[RamOption, ...]:
     """Return *need* unchanged and with ever more given up, without options that save nothing."""

@@ -28,6 +28,7 @@ SCHEMA = "gpuops.checkpoint-plan/1"
 TIME_S_MAX = 30 * 86_400.0
 RESTART_S = 60.0
 SLOWDOWN_PERCENT = "8"
+REPLICAS = 2
 PERCENT_MIN = 1e-6
 _GBIT_BYTES = 1e9 / 8
 _GB_BYTES = 1e9
@@ -70,9 +71,7 @@ _PERCENT = option_callback(_parse_percent)
 @click.option(
     "--replicas",
     type=click.IntRange(1, NODES_MAX),
-    default=2,
-    show_default=True,
-    help="Copies of a state in memory, including a node's own.",
+    help="Copies of a state in memory, including a node's own; default: 2, or 1 for one node.",
 )
 @click.option(
     "--domains",
@@ -147,7 +146,7 @@ _PERCENT = option_callback(_parse_percent)
 def plan(
     *,
     nodes: str | None,
-    replicas: int,
+    replicas: int | None,
     domains: str | None,
     gpus_per_node: int,
     bytes_per_gpu: int,
@@ -179,10 +178,11 @@ def plan(
     names, node_domains = nodes_and_domains(nodes, domains)
     if shards > len(names) * gpus_per_node:
         raise UsageError(f"--shards {shards} with {len(names) * gpus_per_node} ranks")
+    if replicas is None:
+        replicas = min(REPLICAS, len(names))
     if replicas > len(names):
         raise UsageError(
-            f"--replicas {replicas} with {len(names)} nodes: a node holds one copy of a state at"
-            f" most, so {len(names)} copies at most"
+            f"--replicas {replicas}: at most {len(names)}, since a node holds one copy of a state"
         )
     figures = estimate(
         EstimateInput(

@@ -117,7 +117,12 @@ def _placement(plan: CheckpointEstimate) -> Iterator[str]:
     head = f"{count_noun(len(placement.nodes), 'node')}, {copies} of each state"
     yield labelled("placement", f"{head}: {' and '.join(sizes)}")
     if placement.replicas == 1:
-        yield labelled("", "no node holds another's state: a lost node loses its state")
+        why = (
+            "there is no other node to hold a copy"
+            if len(placement.nodes) == 1
+            else ("no node holds another's state")
+        )
+        yield labelled("", f"{why}: a lost node loses its state")
         return
     shown, hidden = list(placement.groups), 0
     if len(shown) > BLOCKS_MAX:
@@ -210,7 +215,7 @@ def _cost_lines(
     available = "" if ram_bytes is None or refusal_text else f", of {format_bytes(ram_bytes)}"
     yield labelled("RAM", refusal_text or f"{need}{available}")
     if ram_bytes is None:
-        for option in ram_options(need)[1:]:
+        for option in (it for it in ram_options(need)[1:] if it.keeps_optimizer):
             yield labelled(
                 "", f"{format_bytes(option.need.total_bytes)} with {describe_option(option)}"
             )

@@ -91,3 +91,12 @@ def test_what_is_no_record_is_none(text):
 def test_there_is_no_record_of_less_than_nothing(record):
     with pytest.raises(ValueError, match="node hours"):
         FailureRate(*record)
+
+
+def test_the_bounds_have_the_unit_of_the_rate():
+    found = FailureRate(3, 24_000.0).as_dict()  # in 1000 node days
+
+    assert found["low_per_1000_node_days"] == pytest.approx(0.6187, abs=6e-5)
+    assert found["high_per_1000_node_days"] == pytest.approx(8.7673, abs=6e-5)
+    assert found["low_per_1000_node_days"] < found["per_1000_node_days"]
+    assert found["per_1000_node_days"] < found["high_per_1000_node_days"]

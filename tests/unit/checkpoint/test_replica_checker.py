@@ -148,6 +148,8 @@ def test_what_never_was_equal_is_said_once_and_the_rest_is_compared(nodes):
 
     assert apart["kind"] == "replicas_apart"
     assert "a.running_mean" in apart["why"]
+    assert "a parameter that forward writes" in apart["why"]
+    assert "max_norm" in apart["why"]
     node.save(5, [(2, "a.weight")])
     (differ,) = node.told()
     assert (differ["suspects"], differ["tensors"]) == ([2], ["a.weight"])

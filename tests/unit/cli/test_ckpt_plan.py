@@ -175,6 +175,21 @@ def test_where_memory_serves_every_failure_or_none_a_tier_has_no_interval():
     assert "intervals  with --nic-gbps and --disk-gbs" in shown("--nodes", "16", *SIZE)
 
 
+def test_one_node_has_one_copy_unless_more_are_asked_for():
+    text = shown("--nodes", "1", *SIZE)
+
+    assert "1 node, 1 copy of each state" in text
+    assert "there is no other node to hold a copy: a lost node loses its state" in text
+    assert as_json("--nodes", "2", *SIZE)["replicas"] == 2
+    with pytest.raises(UsageError, match="--replicas 2: at most 1, since"):
+        run("--nodes", "1", *SIZE, "--replicas", "2")
+
+
+def test_what_makes_a_resumed_run_differ_is_offered_only_where_memory_is_short():
+    assert "with two slots" in shown("--nodes", "16", *SIZE, "--slots", "3")
+    assert "optimizer" not in shown("--nodes", "16", *SIZE, "--slots", "3")
+
+
 def test_what_does_not_fit_is_refused_with_figures_and_exit_code_1():
     refused = run("--nodes", "16", *SIZE, "--ram", "200GB")
     fits = run("--nodes", "16", *SIZE, "--ram", "384GB")
@@ -234,7 +249,7 @@ def test_extreme_figures_give_a_plan(args):
         (("--nodes", "gpu*"), "is a pattern"),
         (("--nodes", "4", "--domains", "0"), "4 nodes are in 1 to 4"),
         (("--nodes", "4", "--domains", "5"), "4 nodes are in 1 to 4"),
-        (("--nodes", "4", "--replicas", "5"), "so 4 copies at most"),
+        (("--nodes", "4", "--replicas", "5"), "--replicas 5: at most 4, since"),
         (("--nodes", "4", "--replicas", "0"), "--replicas"),
         (("--nodes", "4", "--domains", "/no/such"), "/no/such: No such file or directory"),
         (("--nodes", "4", "--domains", "/tmp"), "Is a directory"),

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from gpuops.worker.staging import copy_plan, small_tensors
+from gpuops.worker.staging import pinned_buffer, small_tensors
 
 
 @dataclass(eq=False)
@@ -67,16 +67,20 @@ class FakeRuntime:
 
     def __init__(self):
         self.code = 0
-        self.registered = set()
+        self.registered = {}  # the size by address
 
-    def cudaHostRegister(self, address, _nbytes, _flags):  # noqa: N802 as CUDA calls it
+    def cudaHostRegister(self, address, nbytes, _flags):  # noqa: N802 as CUDA calls it
         if self.code == 0:
-            self.registered.add(address)
+            self.registered[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address):  # noqa: N802 as CUDA calls it
-        self.registered.remove(address)
+        del self.registered[address]
         return 0
+
+    def is_pinned(self, tensor):
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(at <= begin and end <= at + size for at, size in self.registered.items())
 
 
 class FakeCuda:
@@ -91,6 +95,7 @@ class FakeCuda:
             monkeypatch.setattr(small_tensors, "SMALL_TENSOR_BYTES", 0)
         self.computing = self._current = FakeStream()
         self.works = []
+        self.from_pinned = []  # of each copy, whether its source was pinned then
         self.runtime = FakeRuntime()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: self._current)
         monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
@@ -103,6 +108,7 @@ class FakeCuda:
         def recorded(targets, sources, *, non_blocking=False):
             for target, source in zip(targets, sources, strict=True):
                 work = self.launch(f"copy {source.data_ptr()}")
+                self.from_pinned.append(self.runtime.is_pinned(source))
                 work.run = torch.no_grad()(partial(copy, [target], [source]))
                 if not non_blocking:
                     work.do()
@@ -111,7 +117,9 @@ class FakeCuda:
 
     def hold_tensors(self, monkeypatch):
         """Have the tensors on the host be those of a device."""
-        monkeypatch.setattr(copy_plan, "first_cuda_device", lambda _tensors: torch.device("cpu"))
+        monkeypatch.setattr(
+            pinned_buffer, "first_cuda_device", lambda _tensors: torch.device("cpu")
+        )
 
     def catch_up(self):
         """Have the device do all that was launched."""

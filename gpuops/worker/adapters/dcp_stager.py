@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError
-from gpuops.worker.staging import copy_plan
+from gpuops.worker.staging import pinned_buffer
 from gpuops.worker.staging.device_copy import copy_and_wait
 from gpuops.worker.staging.pinned_buffer import PinnedBuffer
 
@@ -86,7 +86,7 @@ class GpuopsStager(AsyncStager):
             offsets[key] = end
             end += -(-source.numel() * source.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
         slot = self._take(max(end, 1))
-        device = copy_plan.first_cuda_device(list(sources.values()))
+        device = pinned_buffer.first_cuda_device(list(sources.values()))
         if device is not None and slot.pinned is None:
             slot.pinned = PinnedBuffer(slot.memory, device, _log.warning)
         view = memoryview(slot.memory.view)

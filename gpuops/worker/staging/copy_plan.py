@@ -18,6 +18,7 @@ from gpuops.convert.tensors import (
     local_tensor,
     needs_carrier,
 )
+from gpuops.worker.staging import pinned_buffer
 from gpuops.worker.state.adapter import AdapterSnapshot, StateAdapter
 from gpuops.worker.state.optimizer import OptimizerAdapter
 from gpuops.worker.state.resharding import replicated_by_name
@@ -133,7 +134,7 @@ def plan_copy(
         for name, tensor in zip(names, tensors, strict=True)
     ]
     replicas_by_name = replicated_by_name(adapters, names, tensors, shard.rank)
-    device = first_cuda_device(tensors)
+    device = pinned_buffer.first_cuda_device(tensors)
     shared = plan_sharing(
         shard,
         image_order(specs),
@@ -174,11 +175,6 @@ def replica_groups(layout: ImageLayout) -> dict[tuple[int, ...], str]:
         for each in read_replicated(layout.header, shard, len(tensors))
     }
     return keys | {each.ranks: each.key for each in layout.shared}
-
-
-def first_cuda_device(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    """Return the GPU of the first of *tensors* that is on one, None where all are on the host."""
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def changed_tensors(old: CopyPlan, new: CopyPlan) -> str:

@@ -1,8 +1,9 @@
-"""Memory that a GPU copies into by itself."""
+"""Memory that a GPU copies into, or out of, by itself."""
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.types import CheckpointError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all contexts of this process
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: CUDA refuses a read-only mapping without it
 
 
 class PinnedBuffer:
-    """Memory registered with CUDA, so that a device copies into it asynchronously.
+    """Memory registered with CUDA, so that a device copies into it, or out of it, at full rate.
 
     Where it cannot be registered, *warn* gets the reason; copies still work, and block.
     """
@@ -23,22 +25,40 @@ class PinnedBuffer:
     def __init__(
         self, memory: SharedBuffer, device: torch.device, warn: Callable[[str], None]
     ) -> None:
-        self._address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
+        self._address = _address_of(memory.view)
         runtime: Any = torch.cuda.cudart()
+        flags = _PORTABLE | (_READ_ONLY if memory.view.readonly else 0)
         with torch.cuda.device(device):
-            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, _PORTABLE))
+            code = int(runtime.cudaHostRegister(self._address, memory.nbytes, flags))
         self._is_pinned = code == 0
         if not self._is_pinned:
             _clear_cuda_error(device)
             warn(
                 f"{memory.nbytes} bytes of memory cannot be pinned (cudaHostRegister returned "
-                f"{code}; is `ulimit -l` too small?): copies from the device are slower and block"
+                f"{code}; is `ulimit -l` too small?): the device's copies are slower and block"
             )
 
     def release(self) -> None:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_pinned = False
+
+
+def first_cuda_device(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the GPU of the first of *tensors* that is on one, None where all are on the host."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+
+
+@contextmanager
+def pinned(
+    images: Iterable[SharedBuffer], device: torch.device | None, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Have *images* pinned meanwhile, for copies to *device* that do not outlast it; None: none."""
+    with ExitStack() as stack:
+        if device is not None:
+            for memory in images:
+                stack.callback(PinnedBuffer(memory, device, warn).release)
+        yield
 
 
 def place_near(device: torch.device | None, slots: Sequence[SharedBuffer]) -> None:
@@ -60,6 +80,12 @@ def map_in_background(slots: Sequence[SharedBuffer]) -> threading.Thread:
     thread = threading.Thread(target=map_all, name="gpuops-populate", daemon=True)
     thread.start()
     return thread
+
+
+def _address_of(view: memoryview) -> int:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
 
 
 def _clear_cuda_error(device: torch.device) -> None:

@@ -9,6 +9,7 @@ read from the lowest rank's.
 Also checks that the saved parts of a tensor cover it exactly once.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from gpuops.convert.tensors import (
 )
 from gpuops.convert.values import STATE_FORMAT, loads
 from gpuops.host.gc_pause import paused_gc
+from gpuops.worker.staging import pinned_buffer
 from gpuops.worker.state.adapter import logical_shape
 from gpuops.worker.state.parallel_copy import (
     DirectTensor,
@@ -51,6 +53,8 @@ from gpuops.worker.state.parallel_copy import (
     copy_parallel,
     read_parallel,
 )
+
+_log = logging.getLogger(__name__)
 
 SavedPiece = tuple[OpenedImage, PlacedTensor]
 
@@ -275,11 +279,14 @@ class SavedState:
             from gpuops.worker.state.resharding import load_resharded
 
             load_resharded(resharded, {name: self._pieces(name) for name in resharded})
-        copied += [
-            (local, _tensor_of(opened, placed))
-            for local, opened, placed in read_parallel(direct, n_threads)
-        ]
-        copy_parallel([a for a, _ in copied], [b for _, b in copied], n_threads)
+        rest = read_parallel(direct, n_threads)
+        copied += [(local, _tensor_of(opened, placed)) for local, opened, placed in rest]
+        targets, sources = [a for a, _ in copied], [b for _, b in copied]
+        # Others may be sparse: pinning one would take the memory of all of it.
+        in_memory = dict.fromkeys(it[1] for it in rest if isinstance(it[1], HashedImage))
+        device = pinned_buffer.first_cuda_device(targets)
+        with pinned_buffer.pinned(in_memory, device, _log.info):
+            copy_parallel(targets, sources, n_threads)
         return nbytes
 
     def _has_same_values(self, first_name: str, second_name: str) -> bool:

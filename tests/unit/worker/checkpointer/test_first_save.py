@@ -268,6 +268,23 @@ def test_slots_are_pinned_before_training_or_a_warning_says_why_not(monkeypatch,
         assert not cuda.runtime.registered
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_restore_pins_the_memory_before_a_device_copies_out_of_it(node, monkeypatch, code):
+    saved, again = net(), net()
+    with Checkpointer(model=saved, every=1, keeper=node.connect()) as ck:
+        ck.restore()
+        ck.step(1)
+    cuda = FakeCuda(monkeypatch)
+    cuda.hold_tensors(monkeypatch)
+    cuda.runtime.code = code
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: object())
+    with Checkpointer(model=again, every=1, keeper=node.connect()) as ck:
+        assert ck.restore() == 1
+        assert cuda.from_pinned == [code == 0] * len(saved.state_dict())
+        assert not cuda.runtime.registered
+    assert all(map(torch.equal, saved.parameters(), again.parameters()))
+
+
 def test_the_expected_state_of_sharded_parameters_is_sharded_as_the_real_one():
     def described(optimizer):
         return [

@@ -196,4 +196,4 @@ def test_pinned_memory_is_released_once(cuda):
         pinned.release()
         pinned.release()
 
-    assert cuda.runtime.registered == set()
+    assert not cuda.runtime.registered

@@ -15,6 +15,7 @@ from gpuops.cli.check.text import reason_lines
 from gpuops.cli.options import json_option, settings_of, store_option
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
+from gpuops.gate.drain import DrainRecord
 from gpuops.gate.health_check import (
     DIAGNOSTIC,
     FindScontrol,
@@ -31,6 +32,7 @@ from gpuops.gate.record import record_options
 from gpuops.gate.session import CheckRequest, make_plan
 from gpuops.host.clock import SystemClock
 from gpuops.host.node_state import node_name
+from gpuops.host.records import from_json
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import Status, envelope
@@ -97,10 +99,14 @@ def health(ctx: click.Context, *, jitter: float) -> int:
 
 @slurm.command(hidden=True)
 @click.option("--id", "drain_id", required=True, help="The drain that a hook requested.")
+@click.option("--unsaved", metavar="JSON", help="That drain, if it is not on record yet.")
 @click.pass_context
-def publish(ctx: click.Context, *, drain_id: str) -> int:
+def publish(ctx: click.Context, *, drain_id: str, unsaved: str | None) -> int:
     """Report to slurmctld why a hook of this node failed; the hooks start it."""
-    result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx))
+    drain = None
+    if unsaved is not None:
+        drain = from_json(DrainRecord, json.loads(unsaved), "--unsaved")
+    result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx), drain)
     _print_line(f"{result.step or 'given up'}: {result.error or drain_id}")
     return EXIT_OK
 

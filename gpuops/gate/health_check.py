@@ -37,6 +37,7 @@ from gpuops.gate.hook import (
     WRITE_S,
     GateResult,
     HookContext,
+    await_record,
     record_and_decide,
     record_decision,
     recorded_drain,
@@ -262,13 +263,19 @@ _JITTER_STEPS = 1000
 FindScontrol = Callable[[], Scontrol]
 
 
-def publish_drain(context: HookContext, drain_id: str, find: FindScontrol) -> DrainPublication:
+def publish_drain(
+    context: HookContext, drain_id: str, find: FindScontrol, unsaved: DrainRecord | None = None
+) -> DrainPublication:
     """Send the recorded drain *drain_id* to slurmctld, within `gpuops.gate.drain.PUBLISH_S`.
+
+    *unsaved* is the drain itself, if the hook that wants it had no time to see it on record. It is
+    sent even if the disk never takes the record; the node is then resumed by a person.
 
     Raises:
         SlurmError: There is no scontrol.
+        ProbeError: The drain is known to slurmctld, but its record cannot be written.
     """
-    drain = recorded_drain(context.gate)
+    drain = recorded_drain(context.gate) if unsaved is None else await_record(context, unsaved)
     if drain is None or drain.id != drain_id:
         return DrainPublication(None, f"no drain {drain_id} is recorded on this node")
     record_decision(context.options, drain, DrainOutcome.DRAIN, context.clock)
@@ -290,9 +297,12 @@ def follow_up(context: HookContext, find: FindScontrol) -> GateResult | None:
         wait_for_state = start_saving_state(context.plan, check_run)
         result = record_and_decide(context, check_run)
         wait_for_state()
-        if result.drain is not None:
-            record_decision(context.options, result.drain, DrainOutcome.DRAIN, context.clock)
-            _publish_drain(context, result.drain, find)
+        drain = result.drain
+        if drain is not None and not result.is_saved:
+            drain = await_record(context, drain)
+        if drain is not None:
+            record_decision(context.options, drain, DrainOutcome.DRAIN, context.clock)
+            _publish_drain(context, drain, find)
         return result
 
 
@@ -395,16 +405,19 @@ def _act(
 def _publish_drain(
     context: HookContext, drain: DrainRecord, find: FindScontrol
 ) -> DrainPublication:
-    result = drain_node(
-        drain,
-        find(),
-        lambda: recorded_drain(context.gate),
-        DrainRetry(pause=time.sleep),
-        context.clock,
-    )
-    save_outcome(drain, result, context.gate.state_dir)
+    before = recorded_drain(context.gate)
+    was_recorded = before is not None and before.id == drain.id
+
+    def read_record() -> DrainRecord | None:
+        recorded = recorded_drain(context.gate)
+        is_newer = recorded is not None and recorded.t_us >= drain.t_us
+        return recorded if was_recorded or is_newer else drain
+
+    retry = DrainRetry(pause=context.pause)
+    result = drain_node(drain, find(), read_record, retry, context.clock)
     if result.step is DrainStep.DONE:
         _record_drained(context, drain)
+    save_outcome(drain, result, context.gate.state_dir)
     return result
 
 

@@ -2,7 +2,7 @@
 
 No Slurm command is called here: a prolog that waits for slurmctld delays every job. slurmd itself
 drains a node whose hook fails; a helper in its own session writes the reason
-(`gpuops.gate.drain`).
+(`gpuops.gate.drain`), also if a slow disk has the drain's record only later, or never.
 
 Findings about left-over processes name their job, by the cgroup that slurmstepd made for it
 (cgroup.conf(5), ``proctrack/cgroup``); elsewhere only the user is known. No process is ended.
@@ -13,6 +13,7 @@ every node with a broken environment. The hook passes a path with a new random n
 command that reached its own verdict in this very invocation writes that file.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -37,8 +38,10 @@ from gpuops.gate.policy import (
     replaceable_reasons,
 )
 from gpuops.gate.record import (
+    LATE_S,
     CheckOccasion,
     RecordOptions,
+    late_text,
     record,
     record_check_run,
     start_detached_gpuops,
@@ -54,6 +57,7 @@ from gpuops.incident.incidents.node import incident_key
 from gpuops.incident.runbook import failing_runbooks
 from gpuops.model import Event, FailureClass, Finding, Json, Severity, Status, UnknownReason, uuid7
 from gpuops.resources import data_dir
+from gpuops.units import NS_PER_S
 
 REFUSE = "refuse"
 
@@ -78,13 +82,17 @@ WRITE_S = 0.3
 TELL_S = 0.5
 # A drain of ours that is older was sent to slurmctld, or abandoned.
 EARLIER_S = 900.0
+_RECORD_AGAIN_S = 0.1
 # A timeout or a crash of these is the driver's; a second check has to decide.
 _DRIVER_CHECKS = frozenset({"gpu_driver", "gpu_count"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookContext:
-    """What every hook works with. ``hook``: its name; ``job_id`` and ``job_uid``: of its job."""
+    """What every hook works with. ``hook``: its name; ``job_id`` and ``job_uid``: of its job.
+
+    ``write_s``: how long the hook waits for the record of a drain.
+    """
 
     hook: str
     job_id: str | None
@@ -94,6 +102,7 @@ class HookContext:
     options: RecordOptions
     clock: Clock
     pause: Callable[[float], None]
+    write_s: float = WRITE_S
 
     @property
     def occasion(self) -> CheckOccasion:
@@ -109,13 +118,14 @@ class HookContext:
 class GateResult:
     """The result of one check of the gate. ``problems``: what could not be done or recorded.
 
-    ``drain`` is the drain that is now wanted.
+    ``drain`` is the drain that is now wanted; ``is_saved``: whether it is on record.
     """
 
     check_run: CheckRun
     decision: DrainDecision
     cause: DrainCause | None = None
     drain: DrainRecord | None = None
+    is_saved: bool = True
     problems: tuple[str, ...] = ()
 
 
@@ -133,7 +143,10 @@ def run_hook(context: HookContext, verdict: Path) -> GateResult:
     problems: list[str | None] = [*result.problems]
     if result.drain is not None:
         write_verdict(verdict)
-        problems.append(start_helper(context.options, ["publish", "--id", result.drain.id]))
+        words = ["publish", "--id", result.drain.id]
+        if not result.is_saved:
+            words += ["--unsaved", json.dumps(to_json(result.drain))]
+        problems.append(start_helper(context.options, words))
     problems.append(wait_for_state())
     if result.drain is None and driver_undecided(check_run):
         problems.append(start_helper(context.options, ["followup"]))
@@ -180,10 +193,10 @@ def record_and_decide(
     fleet = FleetView(settings=gate.fuse, count=check_run.fleet, now_us=context.clock.now_us())
     cause, decision = decide_drain(causes, gate.mode, replies, fleet, skip_reason)
     problems = [not_recorded]
-    drain = None
+    drain, not_saved = None, None
     if cause is not None:
-        drain, problem = _save_new_drain(context, cause, decision)
-        problems.append(problem)
+        drain, not_saved = _save_new_drain(context, cause, decision)
+        problems.append(not_saved)
         # If the node is drained, the helper records the decision, to save time.
         if not decision.drains and not_recorded is None:
             outcome = decision.outcome
@@ -193,6 +206,7 @@ def record_and_decide(
         decision=decision,
         cause=cause,
         drain=drain if decision.drains else None,
+        is_saved=not_saved is None,
         problems=tuple(filter(None, problems)),
     )
 
@@ -207,14 +221,17 @@ def save_drain(
             lambda: write_drain(gate.state_dir, drain), write_s, question=question, left=abandoned()
         )
     except ProbeError as exc:
-        return f"gpuops: {exc}"
+        return f"gpuops: the drain is not recorded in {gate.state_dir}: {exc}"
     return None
 
 
 def _save_new_drain(
     context: HookContext, cause: DrainCause, decision: DrainDecision
 ) -> tuple[DrainRecord, str | None]:
-    """Return the drain for *cause*, saved if it is to be done, and what went wrong with that."""
+    """Return the drain for *cause*, saved if it is to be done, and what went wrong with that.
+
+    If the state folder is slow, the child that saves it continues for `LATE_S`.
+    """
     gate, now_us = context.gate, context.clock.now_us()
     drain = DrainRecord(
         id=uuid7(now_us, os.urandom(10)),
@@ -241,9 +258,14 @@ def _save_new_drain(
 
     question = f"drain record {gate.state_dir}"
     try:
-        saved = probe.ask(complete, WRITE_S, question=question, left=abandoned())
+        child = probe.start_call(complete, deadline_s=LATE_S, question=question, left=abandoned())
+        outcome = probe.within(child, context.write_s)
+        if outcome is None:
+            late = late_text("the drain", gate.state_dir, child.pid, context.write_s)
+            return drain, late if decision.drains else None
+        saved = probe.answer(outcome)
     except ProbeError as exc:
-        return drain, f"gpuops: {exc}"
+        return drain, f"gpuops: the drain is not recorded in {gate.state_dir}: {exc}"
     return from_json(DrainRecord, saved, "the drain record"), None
 
 
@@ -253,6 +275,17 @@ def recorded_drain(gate: GateSettings) -> DrainRecord | None:
         return read_drain(gate.state_dir, uid=gate.uid)
     except ProbeError:
         return None
+
+
+def await_record(context: HookContext, drain: DrainRecord) -> DrainRecord:
+    """Return *drain* as the child of its hook records it within `LATE_S`, else as it is."""
+    end_ns = context.clock.mono_ns() + round(LATE_S * NS_PER_S)
+    while context.clock.mono_ns() < end_ns:
+        recorded = recorded_drain(context.gate)
+        if recorded is not None and recorded.id == drain.id:
+            return recorded
+        context.pause(_RECORD_AGAIN_S)
+    return drain
 
 
 def _open_incident_id(gate: GateSettings, cause: DrainCause) -> str | None:

@@ -1,7 +1,7 @@
 """Record a check run: events in the spool, and a detached flusher that sends them to the store.
 
 No verdict waits for it: a spool that hangs costs `RECORD_S`. If it is only slow, the run is
-recorded late, without its effect on the node's incidents: a newer check may have run.
+recorded late, without its effect on the node's incidents if a newer check has run.
 The node's file holds its open incidents; it is changed in the child that records the run, so that
 a file that hangs or cannot be written costs no verdict either.
 """
@@ -239,21 +239,23 @@ def record(
         )
         outcome = probe.within(child, deadline_s)
         if outcome is None:
-            return _late_text(options.spool_dir, child.pid, deadline_s)
+            return late_text("this result", options.spool_dir, child.pid, deadline_s)
         problem = probe.answer(outcome)
     except ProbeError as exc:
-        return f"gpuops: this result is not recorded: {printable(str(exc))}"
+        why = printable(str(exc))
+        return f"gpuops: this result is not recorded in {options.spool_dir}: {why}"
     if outcome.errors:
         return printable(outcome.errors.decode(errors="replace").rstrip("\n"))
     return None if problem is None else str(problem)
 
 
-def _late_text(spool_dir: Path, pid: int, waited_s: float) -> str:
+def late_text(what: str, folder: Path, pid: int, waited_s: float) -> str:
+    """Return that *what* is not in *folder* after *waited_s*; the process *pid* still tries."""
     now = process_state(pid)
     where = "" if now is None else f", state {now.state}"
     where += f" in {now.wchan}" if now is not None and now.wchan else ""
     return (
-        f"gpuops: this result is not recorded yet: {spool_dir} gave no answer in {waited_s:.1f} s"
+        f"gpuops: {what} is not recorded yet: {folder} gave no answer in {waited_s:.1f} s"
         f" (pid {pid}{where}, which continues for {LATE_S:.0f} s)"
     )
 
@@ -332,7 +334,7 @@ def apply_to_state(
     """Return what *check_run* changes; the file in *state_dir* holds what was recorded before.
 
     If the file cannot be written, a failure is one incident a day: it would be a new one at each
-    check. If it *is_late*, another check may have run meanwhile, and nothing is changed.
+    check. If it *is_late* and a newer check has run meanwhile, nothing is changed.
     """
     changed = StateChanges()
     key = f"{check_run.suite}/{occasion.trigger}"
@@ -346,13 +348,14 @@ def apply_to_state(
 
     def change(state: NodeState) -> NodeState:
         nonlocal changed
-        if is_late():
+        if is_late() and check_run.start_us < state.judged_us:
             return state
         found = update_incidents(check_run, state.incidents, replace(about, repairs=state.repairs))
         record = _plan(check_run, occasion, state.recorded.get(key))
         changed = StateChanges(found.changed, record)
         recorded = {**state.recorded, key: record.run}
-        return replace(state, incidents=found.open, recorded=recorded)
+        judged_us = max(state.judged_us, check_run.start_us)
+        return replace(state, incidents=found.open, recorded=recorded, judged_us=judged_us)
 
     try:
         change_state(state_dir, uid, change)

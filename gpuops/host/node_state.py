@@ -192,7 +192,8 @@ class NodeState:
     ``strikes``: the last answer of the store. ``incidents``: the open ones of this node, by
     `gpuops.incident.incidents.node.incident_key`. ``profile``: the name of the profile that the
     GPUs last matched. ``fleet``: the store's last answer about the fleet. ``recorded``: by suite
-    and caller. ``decided``: the last recorded decision to leave the node as it is. ``kernel``: see
+    and caller. ``judged_us``: the start of the newest run whose effect ``incidents`` have.
+    ``decided``: the last recorded decision to leave the node as it is. ``kernel``: see
     `KernelMemory`.
     """
 
@@ -207,6 +208,7 @@ class NodeState:
     profile: str | None = None
     fleet: FleetCount | None = None
     recorded: Mapping[str, RecordedRun] = field(default_factory=dict)
+    judged_us: int = 0
     decided: str | None = None
     kernel: KernelMemory = field(default_factory=KernelMemory)
 

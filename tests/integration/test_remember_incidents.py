@@ -110,15 +110,16 @@ def test_a_run_is_recorded_with_its_job_profile_mode_and_gpus(tmp_path):
     }
 
 
-def test_what_is_late_changes_no_incident(tmp_path, state_dir):
-    """A newer check may have looked while the disk kept this one waiting."""
-    assert record_check_run(ran(FAILS), PROLOG, memory(tmp_path, state_dir), SystemClock()) is None
-    before = read_state(state_dir, UID).incidents
+@pytest.mark.parametrize(("at", "n_changed"), [(59, 0), (61, 1)])
+def test_what_is_late_changes_no_incident_if_a_newer_check_has_run(state_dir, at, n_changed):
+    """It may have looked while the disk kept this one waiting."""
+    changed_incidents(ran(FAILS, at=60), PROLOG, state_dir, UID)
+    health = replace(PROLOG, trigger="health")
 
-    told = changed_incidents(ran(PASSES, at=60), PROLOG, state_dir, UID, is_late=lambda: True)
+    told = changed_incidents(ran(PASSES, at=at), health, state_dir, UID, is_late=lambda: True)
 
-    assert told == ()
-    assert read_state(state_dir, UID).incidents == before
+    assert len(told) == n_changed
+    assert len(read_state(state_dir, UID).incidents) == 1 - n_changed
 
 
 def test_roots_run_tells_of_an_incident_and_keeps_it(tmp_path, state_dir):

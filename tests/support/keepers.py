@@ -29,6 +29,7 @@ class FakeKeeper:
         self.flush_may_go_on = threading.Event()
         self.flush_may_go_on.set()
         self.flush_s = 0.5
+        self.others_s = 0.0  # a flush waits for other nodes' shards at most so long
 
     def commit(self, step, epoch=0):
         state = StateId(epoch, step)
@@ -95,8 +96,10 @@ class FakeKeeperClient:
         told, keeper.told = keeper.told, []
         return told
 
-    def flush(self, deadline_s):
+    def flush(self, deadline_s, on_wait):
         keeper = self._check()
+        if keeper.others_s:
+            on_wait(keeper.others_s)
         keeper.flushing.set()
         assert keeper.flush_may_go_on.wait(30)
         if not keeper.committed:
@@ -132,6 +135,7 @@ class Heard:
         self.states = []
         self.failures = []
         self.flushes = []
+        self.waits = []
         self.overs = 0
 
     def keeper_started(self, started, newest, *, lost=None):
@@ -150,6 +154,9 @@ class Heard:
 
     def flushed(self, done):
         self.flushes.append(done)
+
+    def waiting(self, at_most_s):
+        self.waits.append(at_most_s)
 
     def end_generation(self):
         self.overs += 1

@@ -241,7 +241,8 @@ class KeeperSupervisor(CheckpointService):
                 return done
         newest = self._life.newest
         try:
-            result = client.flush(max(0.0, end_s - self._now_s()))
+            left_s = max(0.0, end_s - self._now_s())
+            result = client.flush(left_s, self._record.waiting)
         except KeeperError as exc:
             self._lose_keeper("persisting the newest checkpoint", exc)
             return FinalFlush(newest=newest, why=str(exc))

@@ -29,7 +29,7 @@ from gpuops.agent.monitors.progress import StepTracker
 from gpuops.checkpoint.types import CheckpointError, KeeperError, StateId, Tier
 from gpuops.host.clock import Clock
 from gpuops.model import FailureClass, Severity
-from gpuops.units import NS_PER_S
+from gpuops.units import NS_PER_S, format_seconds
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,13 @@ class CheckpointRecord:
             error = CheckpointError(text)
             self._journal.tool_failed("persisting the last checkpoint", error, "")
         (self._say_news if done.fitted else self._warn)(text)
+
+    def waiting(self, at_most_s: float) -> None:
+        """Show that the end of the run waits for other nodes, without the control store."""
+        self._say_news(
+            "waiting for other nodes to write their shards of the newest checkpoint, at most "
+            f"{format_seconds(at_most_s)}: there is no control store to ask whether they still do"
+        )
 
     def end_generation(self) -> None:
         """Record the counts: the generation, or the run, has ended."""

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,15 +223,34 @@ class KeeperClient:
         """Give up a state that will not be complete on all nodes, so that others may be saved."""
         self._connection.call(Done, "give_up", state=state)
 
-    def flush(self, deadline_s: float) -> FlushResult:
-        """Persist the newest committed state if it is not yet; returns within *deadline_s*."""
-        wait_s = deadline_s + SLACK_S
+    def flush(
+        self, deadline_s: float, on_wait: Callable[[float], object] | None = None
+    ) -> FlushResult:
+        """Persist the newest committed state if it is not yet; returns within *deadline_s*.
+
+        *on_wait* is called once with the seconds that it waits at most for other nodes' shards.
+        """
+        end_s = time.monotonic() + deadline_s
+
+        def call(within_s: float, *, tells_wait: bool) -> FlushResult:
+            return self._connection.call(
+                FlushResult,
+                "flush",
+                wait_s=within_s + SLACK_S,
+                deadline_s=within_s,
+                tells_wait=tells_wait,
+            )
+
         try:
-            return self._connection.call(FlushResult, "flush", wait_s=wait_s, deadline_s=deadline_s)
+            result = call(deadline_s, tells_wait=on_wait is not None)
+            if result.others_s and on_wait is not None:
+                on_wait(result.others_s)
+                return call(max(0.0, end_s - time.monotonic()), tells_wait=False)
         except KeeperError as exc:
             if not self._connection.is_open:
                 raise
             return FlushResult(None, why=str(exc))
+        return result
 
     def inventory(self) -> list[ShardCopy]:
         """Return the copies in memory, replicas included, with the roots of their digests.

@@ -273,7 +273,8 @@ class FlushResult(Message):
     """The result of a flush: *state* is persisted; None where none is, *why* gives the reason.
 
     ``seconds`` and ``nbytes`` are of the last write, which may have been earlier. ``directory``
-    None: none is set.
+    None: none is set. ``others_s``: this is no result yet; the shards of other nodes are missing,
+    and another flush waits for them at most that long.
     """
 
     state: StateId | None
@@ -281,6 +282,7 @@ class FlushResult(Message):
     nbytes: Count = 0
     why: Annotated[str, Limit(4000, is_cut=True)] = ""
     directory: str | None = None
+    others_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)

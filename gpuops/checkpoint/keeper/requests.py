@@ -332,10 +332,13 @@ class KeeperRequests:
             raise MessageError(f"expected the holders of {n_sources} shards, not of {len(holders)}")
         self._core.restore_from(state, epoch, holders, why, loading_world)
 
-    def _flush(self, waited_s: float, deadline_s: WaitSeconds) -> FlushResult:
+    def _flush(
+        self, waited_s: float, deadline_s: WaitSeconds, *, tells_wait: bool = False
+    ) -> FlushResult:
         """Reply once the newest committed state is persisted and verified, or cannot be.
 
-        On several nodes that is once the shards of all of them are there.
+        On several nodes that is once the shards of all of them are there. If they are not there at
+        once, a caller that *tells_wait* has a reply that says so, and calls again.
         """
         persister, table = self._core.persister, self._core.memory.buffer_table
         if self._core.verifier.n_running:
@@ -353,8 +356,12 @@ class KeeperRequests:
                 persister.persist_if_due()
                 raise NotReadyError
         elif not persister.is_persistent(newest):
-            if waited_s < _COMMIT_SHARE * deadline_s and persister.commit_at_end(newest):
+            left_s = _COMMIT_SHARE * deadline_s - waited_s
+            left_s = min(left_s, persister.commit_at_end(newest)) if left_s > 0 else 0.0
+            if left_s > 0:
                 persister.is_flushing = True
+                if tells_wait and persister.commit_failure:
+                    return FlushResult(None, others_s=left_s)
                 raise NotReadyError
             why = persister.commit_failure or "other nodes have not written their shards"
         elif persister.awaits_read_back(newest) and waited_s < _COMMIT_SHARE * deadline_s:

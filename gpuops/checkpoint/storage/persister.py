@@ -261,21 +261,20 @@ class Persister:
         task = CommitTask(state, world, policy, self.origin, self._resumed)
         run_task(self._run_commit(task))
 
-    def commit_at_end(self, state: StateId) -> bool:
+    def commit_at_end(self, state: StateId) -> float:
         """As `commit_shards` of what this node has written, where no leader says that all have.
 
-        Each node tries, again and again: one of them finds the shards of all. Returns whether to
-        wait for them any longer: a node that is gone never writes its shards.
+        Each node tries, again and again: one of them finds the shards of all. Returns for how many
+        seconds more to wait for them: a node that is gone never writes its shards.
         """
         now_s = self.clock_s()
         if self._awaiting is None or self._awaiting[0] != state:
             self._awaiting = (state, now_s)
-        if now_s - self._awaiting[1] > OTHERS_S + self.seconds:
-            return False
-        if self._committing is None and now_s >= self._commit_again_s:
+        left_s = self._awaiting[1] + OTHERS_S + self.seconds - now_s
+        if left_s > 0 and self._committing is None and now_s >= self._commit_again_s:
             self._commit_again_s = now_s + COMMIT_AGAIN_S
             self.commit_shards(state, next(iter(self.memory.complete_shards(state))).world)
-        return True
+        return left_s
 
     async def _run_commit(self, task: CommitTask) -> None:
         self.commit_failure = ""

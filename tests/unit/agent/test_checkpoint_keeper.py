@@ -335,6 +335,14 @@ def test_a_flush_says_whether_the_newest_state_fitted(bench):
     assert bench.keeping.state().persisted_step == 12
 
 
+def test_a_flush_says_that_it_waits_for_other_nodes(bench):
+    bench.keeping.begin(0, 1, None)
+    bench.keeper.others_s = 65.0
+    bench.keeping.flush(5.0)
+
+    assert bench.heard.waits == [65.0]
+
+
 def test_a_state_that_nobody_had_heard_of_is_flushed_as_well(bench):
     bench.keeping.begin(0, 1, None)
     bench.keeper.commit(12)
@@ -346,7 +354,7 @@ def test_the_only_state_that_is_still_hashed_when_the_run_ends_is_persisted(benc
     bench.keeping.begin(0, 1, None)
     client = bench.keeper.clients[0]
     flush = client.flush
-    client.flush = lambda within_s: bench.keeper.commit(12) or flush(within_s)
+    client.flush = lambda *within: bench.keeper.commit(12) or flush(*within)
     bench.keeping.end(5.0)
 
     assert bench.keeper.persisted == StateId(0, 12)
@@ -463,7 +471,7 @@ def test_a_keeper_that_dies_in_a_flush_is_said_to_have_kept_nothing(bench):
     bench.keeper.commit(12)
     bench.keeping.poll()
     client = bench.keeper.clients[0]
-    client.flush = lambda _s: client.close() or client.status()
+    client.flush = lambda *_within: client.close() or client.status()
 
     done = bench.keeping.flush(5.0)
 

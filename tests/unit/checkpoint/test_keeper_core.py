@@ -758,11 +758,11 @@ def two_that_write_a_state(place):
     return nodes, state
 
 
-def flushed(node, waited_s=0.0):
+def flushed(node, waited_s=0.0, **fields):
     """Return the keeper's reply to a flush that has waited so long, None where it goes on."""
     requests, session = KeeperRequests(node.core), ClientSession(None, role="agent")
     try:
-        return requests.handle(session, "flush", {"deadline_s": 10.0}, waited_s)
+        return requests.handle(session, "flush", {"deadline_s": 10.0, **fields}, waited_s)
     except NotReadyError:
         return None
 
@@ -808,6 +808,18 @@ def test_a_flush_says_that_the_shards_of_other_nodes_are_missing(tmp_path, passe
 
     assert (done.state, "not all of its 2 shards are there" in done.why) == (None, True)
     assert not [e for e in one.core.events.take(10**6) if e["kind"] == "persist_failed"]
+
+
+def test_a_flush_that_waits_for_the_shards_of_other_nodes_says_so_and_how_long_at_most(tmp_path):
+    (one, _other), _state = two_that_write_a_state(str(tmp_path / "states"))
+    one.jobs.do("persist")
+    assert flushed(one, tells_wait=True) is None  # whether they are there is being looked at
+    one.jobs.do("persist")
+
+    waits = flushed(one, 1.0, tells_wait=True)
+
+    assert (waits.state, waits.why, waits.others_s) == (None, "", 8.0)
+    assert flushed(one, 1.0) is None
 
 
 def test_several_nodes_write_one_state_into_an_object_store_and_one_seals_it():

@@ -136,7 +136,8 @@ def meet(  # noqa: PLR0913 who meets where, and each limit of it
             wait(RETRY_S)
             continue
         try:
-            met = _with_quorum(met, meeting, quorum, wait, is_host=is_host)
+            holds = server is not None and server.pid is not None
+            met = _with_quorum(met, meeting, quorum, wait, is_holder=holds)
         except ControlStoreUnreachableError as exc:
             if not patience.bears(exc):
                 raise
@@ -178,7 +179,7 @@ def _with_quorum(
     plan: QuorumPlan | None,
     wait: Callable[[float], object],
     *,
-    is_host: bool,
+    is_holder: bool,
 ) -> ControlEndpoint:
     """Return where the run's record is held once the agents at *met* have agreed on that."""
     if plan is None:
@@ -193,7 +194,7 @@ def _with_quorum(
             met.store.close()
     gathered_s = time.monotonic() - began_s
     if isinstance(formed, str):
-        plan.explain(formed, None if is_host else meeting.host)
+        plan.explain(formed, None if is_holder else meeting.host)
         return replace(met, gathered_s=gathered_s)
     where = str(replace(formed.store.address, tls=()))
     return replace(met, store=formed.store, endpoint=where, quorum=formed, gathered_s=gathered_s)

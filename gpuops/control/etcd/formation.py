@@ -45,7 +45,7 @@ class QuorumPlan:
     is_asked_for: bool = False
 
     def explain(self, why: str, host: str | None) -> None:
-        """Say what a run without a quorum does not survive; *host* None: the store is on this node.
+        """Say what a run without a quorum does not survive; *host* None: this agent holds it.
 
         One agent says it, unless the user has asked for a quorum.
         """

@@ -173,17 +173,25 @@ def test_a_job_with_a_new_token_waits_for_the_end_of_its_run_before():
         met.guard.close()
 
 
-@pytest.mark.parametrize("is_host", [True, False])
-def test_the_host_of_a_record_that_nobody_else_holds_says_so_once(caplog, is_host):
-    plan = QuorumPlan(node="n0", limits=GatherLimits(nodes_min=2, nodes_max=2))
+@pytest.mark.parametrize("is_host", [True, False], ids=["same host", "another host"])
+def test_of_the_agents_of_a_run_only_the_holder_of_its_record_says_that_it_holds_it(
+    caplog, is_host
+):
     caplog.set_level("INFO")
-    with server() as process:
-        met = join(tcp_meeting(process.port, is_host=is_host), quorum=plan, wait=time.sleep)
-        met.store.close()
+    port = free_port()
+    limits = GatherLimits(nodes_min=2, nodes_max=2)
+    with contextlib.ExitStack() as ends:
+        for name, is_local in (("n0", True), ("n1", is_host)):
+            plan = QuorumPlan(node=name, limits=limits)
+            met = join(tcp_meeting(port, is_host=is_local), quorum=plan, wait=time.sleep)
+            if met.guard is not None:
+                ends.callback(met.guard.close)
+            ends.callback(met.store.close)
+        met.store.put(RUN_OVER_KEY, b"0")
 
     said = [line for line in caplog.messages if "is lost" in line]
     line = "the run ends if node n0, which holds the control store, is lost: two nodes have no "
-    assert said == is_host * [f"{line}majority without one of them"]
+    assert said == [f"{line}majority without one of them"]
 
 
 def test_what_is_told_of_a_board_holds_no_secret():

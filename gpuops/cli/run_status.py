@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +30,13 @@ from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.model import envelope
 from gpuops.report.render.run_text import status_view
-from gpuops.report.run_status import find_run_folder, query_agent, read_control_store, read_states
+from gpuops.report.run_status import (
+    find_run_folder,
+    query_agent,
+    read_control_store,
+    read_states,
+    run_names,
+)
 from gpuops.report.run_view import (
     RunView,
     from_agent,
@@ -39,12 +45,14 @@ from gpuops.report.run_view import (
     int_or_none,
     text_or_empty,
 )
+from gpuops.store.history import load_journal
 from gpuops.store.queries import run_queries
 from gpuops.units import NS_PER_S
 
 REFRESH_S = 1.0
 SPARE_DEAD_S = 3.0  # an agent sends a heartbeat every second
 CONTROL_TIMEOUT_S = 3.0
+NAMES_MAX = 5
 SCHEMA = "gpuops.run-status/1"
 
 
@@ -81,10 +89,14 @@ def status(
         view = watcher.refresh()
         if view is None and run_dir is not None:
             wanted = f"run {run}" if run else "run"
+            there = f", but {_listed(names)}" if (names := run_names(run_dir)) else ""
             raise UsageError(
-                f"there is no {wanted} in {run_dir}; without --run-dir the store is asked"
+                f"there is no {wanted} in {run_dir}{there}; without --run-dir the store is asked"
             )
         view = view or _from_store(ctx, store, run)
+        if run_dir is not None and run is None and len(names := run_names(run_dir)) > 1:
+            note = f"the newest of {len(names)} runs in {run_dir}; the others: {_listed(names[1:])}"
+            view = replace(view, notes=(*view.notes, note))
         follows = not as_json and (sys.stdout.isatty() if watch is None else watch)
         if not follows:
             view = refresh_without_dead_spares(view, watcher.refresh, SystemClock(), time.sleep)
@@ -97,6 +109,11 @@ def status(
             return 0
         _follow(watcher, view, console)
     return 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return f"{', '.join(names[:NAMES_MAX])}{more}"
 
 
 @dataclass(slots=True)
@@ -174,6 +191,8 @@ class RunWatcher:
             view = self._from_agent(found)
         if view is None:
             view = from_files(found)
+            if view.is_over and folder is not None:
+                return _with_end(view, folder, self._clock.now_us())
             notes = (*notes, "from the run's folder, which may be out of date")
         if view.restarts_max is None:
             view = replace(view, restarts_max=from_files(found).restarts_max)
@@ -202,6 +221,17 @@ class RunWatcher:
         if agent_state is None or agent_state.get("run_id") != found[0].get("run_id"):
             return None
         return from_agent(agent_state)
+
+
+def _with_end(view: RunView, folder: Path, now_us: int) -> RunView:
+    """Return *view* of an ended run's files with when and how it ended, by its journal."""
+    try:
+        with load_journal(folder / "journal") as opened, opened.begin() as connection:
+            run = run_queries.find_run(connection, view.run_id)
+            ended = from_store(run, (), (), (), now_us)
+    except GpuopsError as exc:
+        return replace(view, notes=(*view.notes, f"its journal cannot be read: {exc}"))
+    return replace(view, phase_s=ended.phase_s, exit_code=ended.exit_code, reason=ended.reason)
 
 
 def run_folder(parent: Path, run_id_part: str | None) -> Path | None:

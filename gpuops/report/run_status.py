@@ -140,6 +140,15 @@ def find_run_folder(
     return None
 
 
+def run_names(parent: Path) -> list[str]:
+    """Return the names of the runs' folders in *parent*, the newest first."""
+    try:
+        names = sorted((entry.name for entry in parent.iterdir()), reverse=True)[:FOLDERS_MAX]
+    except OSError:
+        return []
+    return [name for name in names if has_state(parent / name)]
+
+
 def read_states(folder: Path) -> Iterator[dict[str, Any]]:
     """Return the state files of a run's agents in its folder, that of group rank 0 first."""
     try:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import secrets
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -203,6 +205,47 @@ def test_an_agent_that_does_not_answer_leaves_the_files(call, tmp_path):
     assert code == 0
     assert "phase       running, generation 1" in out
     assert "note        from the run's folder, which may be out of date" in out
+
+
+def test_of_a_run_that_has_ended_the_folder_says_when_and_how(call, board, tmp_path):
+    dead = {**board, "port": 1}
+    folder = publish(tmp_path, agent_state(board=dead))
+    path = folder / "state.json"
+    path.write_text(path.read_text().replace('"running"', '"ended"'))
+    assert "note        its journal cannot be read" in call()[1]
+
+    run, rows, incidents = a_killed_run()
+    run = replace(run, id=RUN, exit_code=93, reason="the same KeyError twice", ended_us=T0)
+    recorder = spool_recorder(
+        tmp_path / "spool",
+        node="n1",
+        boot_id="b",
+        bytes_max=2**24,
+        clock=FakeClock(T0),
+        journal=folder / "journal",
+    )
+    record_run(recorder, run, rows, incidents, FakeClock(T0))
+    recorder.close()
+    code, out, _ = call()
+
+    assert code == 0
+    assert re.search(r"phase       ended .* ago, generation 1, exit code 93", out)
+    assert "why         the same KeyError twice" in out
+    assert "nodes       n1\n" in out
+    assert "note" not in out
+
+
+def test_of_a_folder_of_several_runs_it_is_said_which_are_there(call, tmp_path):
+    newest = publish(tmp_path, agent_state(http_port=1))
+    older = newest.with_name(f"2020{newest.name[4:]}-other")
+    shutil.copytree(newest, older)
+
+    out = " ".join(call("--run-dir", str(newest.parent))[1].split())
+    assert "the newest of 2 runs in" in out
+    assert out.endswith(f"the others: {older.name}")
+    code, _, err = call("ffffffff", "--run-dir", str(newest.parent))
+    assert code == 64
+    assert f"there is no run ffffffff in {newest.parent}, but {newest.name}, {older.name};" in err
 
 
 def test_without_a_folder_the_store_is_read(call, tmp_path):

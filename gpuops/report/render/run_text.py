@@ -313,7 +313,9 @@ def status_view(
         parts.append(_progress(view, rate))
     if view.checkpoint is not None and (line := _checkpoint(view.checkpoint)):
         parts.append(_labelled([line]))
-    if view.nodes:
+    if view.nodes and view.is_over and view.source == "file":
+        parts.append(_labelled([f"nodes       {one_line(', '.join(n.node for n in view.nodes))}"]))
+    elif view.nodes:
         parts.append(_node_lines(view.nodes, silent_s or {}))
     if tail := _tail(view):
         parts.append(_labelled(tail))
@@ -333,6 +335,8 @@ def _labelled(lines: Sequence[str]) -> Table:
 def _head(view: RunView) -> list[str]:
     generation = "?" if view.generation is None else str(view.generation)
     since = "" if view.phase_s is None else f" for {format_seconds(view.phase_s)}"
+    if since and view.is_over and view.source in ("file", "store"):
+        since = f" {format_seconds(view.phase_s or 0.0)} ago"
     code = "" if view.exit_code is None else f", exit code {view.exit_code}"
     lines = [
         f"run         {truncate(view.name, 80)} ({short_id(one_line(view.run_id))})",
@@ -442,8 +446,8 @@ def _tail(view: RunView) -> list[str]:
         decision = view.decision
         verdict, rule = one_line(str(decision.get("verdict"))), one_line(str(decision.get("rule")))
         why = one_line(str(decision.get("reason")))
-        lines.append(
-            f"decided     {verdict} ({rule}){'' if why == one_line(view.reason) else f': {why}'}"
-        )
+        by_rule = "" if rule == verdict else f" ({rule})"
+        because = "" if why == one_line(view.reason) else f": {why}"
+        lines.append(f"decided     {verdict}{by_rule}{because}")
     lines += [f"note        {one_line(note)}" for note in view.notes]
     return lines

@@ -155,6 +155,12 @@ def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
     assert "decided     restart (worker-failed)" in [line.rstrip() for line in lines]
 
 
+def test_a_decision_that_is_called_like_its_rule_is_named_once():
+    view = RunView(run_id=RUN, name="x", source="file", decision={"verdict": "a", "rule": "a"})
+
+    assert "decided     a: None" in shown(view)
+
+
 def test_looking_disturbs_no_agent():
     board = a_board(FakeClock())
     keys = ControlKeys(run_id=RUN)

@@ -40,6 +40,31 @@ def log_notice(text: str) -> None:
     logging.getLogger(NOTICE_LOGGER).info("%s", text)
 
 
+class _LastResort(logging.Handler):
+    """Takes the place of Python's own, which shows a message without saying whose it is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return  # the program has configured logging, and shows it
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001 boundary: as all handlers of Python's do
+            self.handleError(record)
+
+
+def logger_in_job(name: str) -> logging.Logger:
+    """Return the logger *name*; a user's program that configures no logging shows its warnings.
+
+    They look as those that `setup` shows.
+    """
+    logger = logging.getLogger("gpuops")
+    if not logger.handlers:
+        handler = _LastResort(logging.WARNING)
+        handler.setFormatter(_LineFormatter())
+        logger.addHandler(handler)
+    return logging.getLogger(name)
+
+
 def setup(*, verbose: bool = False) -> None:
     """Send gpuops' own log lines to standard error; only the cli and the agent call this."""
     handler = logging.StreamHandler(sys.stderr)

@@ -4,7 +4,6 @@
 ``ck.step(n)`` after the optimizer step, n being the steps completed.
 """
 
-import logging
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.storage.inspection import AUTO
 from gpuops.checkpoint.types import STEP_MAX, CheckpointError, KeeperError
 from gpuops.config.resolve import environ
+from gpuops.log import logger_in_job
 from gpuops.plan.failure_rate import FailureRate
 from gpuops.worker.api import named, phase, restored
 from gpuops.worker.assemble import StateAssembler, refused
@@ -51,7 +51,7 @@ from gpuops.worker.schedule import (
 )
 from gpuops.worker.state.parallel_copy import copy_threads
 
-_log = logging.getLogger(__name__)
+_log = logger_in_job(__name__)
 
 RESTORE_POINT_TIMEOUT_S = 600.0
 KEEPER_RETRY_S = 30.0  # how long to wait for the replacement of a keeper that died early

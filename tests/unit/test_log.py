@@ -1,6 +1,10 @@
 """Log text is hostile: nothing it holds may drive a terminal."""
 
 import logging
+import subprocess
+import sys
+
+import pytest
 
 from gpuops.log import log_notice, printable, setup
 
@@ -27,3 +31,30 @@ def test_news_are_shown_without_a_level_and_other_information_is_not(capsys):
     log_notice("resumed from step %s\x1b")
 
     assert capsys.readouterr().err == "gpuops: resumed from step %s�\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("", "gpuops: WARNING: the keeper is gone\n"),
+        ("logging.basicConfig(format='job: %(message)s')", "job: the keeper is gone\n"),
+    ],
+    ids=["as it is", "configured by the program"],
+)
+def test_a_warning_in_a_users_program_is_shown_once_and_says_whose_it_is(program, shown):
+    lines = (
+        "import logging",
+        "from gpuops.log import logger_in_job",
+        program,
+        "logger_in_job('gpuops.x').info('no')",
+        "logger_in_job('gpuops.x').warning('the keeper is gone')",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.stderr == shown

@@ -200,7 +200,7 @@ class ResumeReport:
     longest_s: float
 
     def to_text(self, why: str = "") -> str:
-        """Return ``resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s``.
+        """Return ``resumed from step 41: ranks 0-1 from memory; 25 MB in all in 0.02 s``.
 
         *why*: the reason why they load this state, or from there.
         """
@@ -212,8 +212,9 @@ class ResumeReport:
             for tier, ranks in sorted(by_tier.items())
         )
         size, took = format_bytes(self.nbytes), format_seconds(self.longest_s)
+        in_all = " in all" if len(self.tiers) > 1 else ""
         because = f", because {why}" if why else ""
-        return f"resumed from step {self.state.step}: {named}; {size} in {took}{because}"
+        return f"resumed from step {self.state.step}: {named}; {size}{in_all} in {took}{because}"
 
 
 def resume_report(events: Sequence[KeeperEvent]) -> ResumeReport | None:

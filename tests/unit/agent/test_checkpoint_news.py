@@ -162,11 +162,12 @@ def test_what_the_ranks_loaded_in_words():
 
     assert one.to_text() == "resumed from step 41: rank 0 from memory; 1.0 MB in 0.50 s"
     assert (
-        all_of_memory.to_text() == "resumed from step 41: ranks 0-3 from memory; 4.0 MB in 0.30 s"
+        all_of_memory.to_text()
+        == "resumed from step 41: ranks 0-3 from memory; 4.0 MB in all in 0.30 s"
     )
     assert mixed.to_text() == (
         "resumed from step 41: ranks 0, 2 from memory; rank 1 from a peer's memory; rank 3 from "
-        "the directory; 4.0 MB in 0.50 s"
+        "the directory; 4.0 MB in all in 0.50 s"
     )
     assert resume_report([event("persisted", state=[0, 1])]) is None
 

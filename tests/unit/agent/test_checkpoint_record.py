@@ -79,8 +79,8 @@ def test_a_restore_is_said_once_all_ranks_have_loaded(desk):
 
     assert desk.said == []
     assert desk.news == [
-        "resumed from step 41: ranks 0-1 from memory; 2.0 kB in 0.25 s",
-        "resumed from step 44: ranks 0-1 from memory; 2.0 kB in 0.25 s",
+        "resumed from step 41: ranks 0-1 from memory; 2.0 kB in all in 0.25 s",
+        "resumed from step 44: ranks 0-1 from memory; 2.0 kB in all in 0.25 s",
     ]
     assert [(p["step"], p["rank"], p["tier"]) for p in desk.of("checkpoint.restored")] == [
         (41, 0, "memory"),

@@ -664,7 +664,7 @@ def test_a_run_that_loses_its_board_has_an_incident_of_it():
     assert incidents[0]["attempt"] == 0
 
 
-RESUMED = "resumed from step 3: ranks 0-1 from memory; 25 MB in 0.50 s"
+RESUMED = "resumed from step 3: ranks 0-1 from memory; 25 MB in all in 0.50 s"
 
 
 def failed_and_restarted(world):

@@ -145,7 +145,7 @@ def test_the_same_exception_twice_is_blamed_once_and_restarts_are_called_useless
 
 
 def test_where_the_job_went_on_is_no_evidence_and_never_left_out():
-    words = "resumed from step 41: ranks 0-1 from memory; 25 MB in 0.02 s"
+    words = "resumed from step 41: ranks 0-1 from memory; 25 MB in all in 0.02 s"
     seen = [Evidence(role=Role.SYMPTOM, text=f"rank {n} went too") for n in range(30)]
     went_on = Evidence(role=Role.RECOVERY, text=words)
     incident = replace(incident_of(raised(0)), evidence=(*seen, went_on))

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from gpuops.checkpoint.keeper.rank_client import NO_ANSWER
-from gpuops.checkpoint.memory.state_record import NOT_COMMITTED
 from gpuops.units import format_seconds
 from gpuops.worker.staging.copy_plan import some_names
 
@@ -70,9 +69,12 @@ class SaveStats:
         """Record for how long a save stopped the training."""
         self._stalls_s.append(seconds)
 
-    def skip(self, why: str, *, is_due: bool = True) -> None:
-        """Record that a save was skipped; one that was not due is not counted."""
-        self._waited = self._waited or not is_due or NOT_COMMITTED in why
+    def skip(self, why: str, *, is_due: bool = True, awaits_nodes: bool = False) -> None:
+        """Record that a save was skipped; one that was not due is not counted.
+
+        *awaits_nodes*: the state before is not committed by all nodes yet.
+        """
+        self._waited = self._waited or not is_due or awaits_nodes
         if is_due:
             self._skipped[_STATE.sub("the state before", why)] += 1
         if why == NO_ANSWER and self._is_rank_zero:

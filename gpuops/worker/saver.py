@@ -312,7 +312,7 @@ class CheckpointSaver:
                 copier.close()
 
     def _on_skipped(self, keeper: RankKeeperClient, reply: Skipped, step: int) -> None:
-        self._stats.skip(reply.why, is_due=reply.is_due)
+        self._stats.skip(reply.why, is_due=reply.is_due, awaits_nodes=reply.awaits_nodes)
         self._stop_sharing(keeper, reply, step)
 
     def _stop_sharing(self, keeper: RankKeeperClient, reply: Skipped, step: int) -> None:

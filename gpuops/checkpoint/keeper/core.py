@@ -236,7 +236,8 @@ class KeeperCore:
             why_over = self.group.why_over(step, table.decided, now_s, is_reserved=is_reserved)
         if why_over:
             return Skipped(why_over, is_over=True)
-        return Skipped(answer.why, is_due=answer.reason is not SkipReason.NOT_DUE)
+        is_due = answer.reason is not SkipReason.NOT_DUE
+        return Skipped(answer.why, is_due=is_due, awaits_nodes=answer.awaits_nodes)
 
     def mark_written(self, rank_info: RankInfo, state: StateId) -> None:
         """Have the image hashed."""

@@ -208,13 +208,15 @@ class Skipped:
     """Do not copy at this step, and do not wait.
 
     ``is_due`` is false where it was only too early for a save (`CheckpointPolicy.every_s`): this is
-    not counted as a skipped save. ``copies_all``: reserve memory for all tensors, and copy also
+    not counted as a skipped save. ``awaits_nodes``: the state before is not committed by all nodes
+    yet. ``copies_all``: reserve memory for all tensors, and copy also
     those that another rank of the node owned until now. ``is_over``: the last step of this rank can
     no longer be saved.
     """
 
     why: str
     is_due: bool = True
+    awaits_nodes: bool = False
     copies_all: bool = False
     is_over: bool = False
 

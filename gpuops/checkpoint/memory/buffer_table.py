@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpuops.checkpoint.memory.state_record import NOT_COMMITTED, SlotKey, SlotPhase, StateRecord
+from gpuops.checkpoint.memory.state_record import SlotKey, SlotPhase, StateRecord
 from gpuops.checkpoint.types import CheckpointError, StateId
 
 _DECISIONS_KEPT = 256
@@ -42,10 +42,11 @@ class SlotLease:
 
 @dataclass(frozen=True, slots=True)
 class SlotRefusal:
-    """The rank is not to write; *why* is a sentence for people."""
+    """The rank is not to write, *why* is for people; *awaits_nodes*: to commit the last state."""
 
     reason: SkipReason
     why: str
+    awaits_nodes: bool = False
 
 
 class BufferTableError(CheckpointError):
@@ -365,9 +366,8 @@ class BufferTable:
         if missing:
             return SlotRefusal(SkipReason.NOT_RESERVED, f"local rank {missing[0]} has no slots yet")
         if self._pending is not None:
-            return SlotRefusal(
-                SkipReason.IN_FLIGHT, f"{self._pending.state} is still {self._pending_stage()}"
-            )
+            why = f"{self._pending.state} is still {self._pending_stage()}"
+            return SlotRefusal(SkipReason.IN_FLIGHT, why, self._pending.is_complete)
         slots: dict[int, SlotKey] = {}
         for local_rank, pool in self._pool_of_rank.items():
             free = self._find_free_slot(pool)
@@ -400,7 +400,7 @@ class BufferTable:
     def _pending_stage(self) -> str:
         assert self._pending is not None
         if self._pending.is_complete:
-            return NOT_COMMITTED
+            return "not committed by all nodes"
         return "being verified" if self._pending.is_written else "being copied"
 
     def _find_free_slot(self, pool: int) -> SlotKey | None:

@@ -6,8 +6,6 @@ from enum import StrEnum
 
 from gpuops.checkpoint.types import Digest, KeeperAddress, Shard, StateId
 
-NOT_COMMITTED = "not committed by all nodes"  # in the reason of a skipped save
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class SlotKey:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.in_process_keeper import InProcessNode
 
-from gpuops.checkpoint.memory.state_record import NOT_COMMITTED
 from gpuops.worker.checkpointer import Checkpointer
 from gpuops.worker.save_stats import SaveStats
 
@@ -73,15 +72,16 @@ def test_that_states_are_saved_less_often_than_asked_for_is_said_once(every, is_
 
 
 @pytest.mark.parametrize(
-    ("stage", "is_zero", "n_said"),
-    [(NOT_COMMITTED, True, 1), (NOT_COMMITTED, False, 0), ("being copied", True, 0)],
+    ("awaits_nodes", "is_zero", "n_said"), [(True, True, 1), (True, False, 0), (False, True, 0)]
 )
-def test_only_states_that_wait_for_other_nodes_are_said_to_do_so(stage, is_zero, n_said, caplog):
+def test_only_states_that_wait_for_other_nodes_are_said_to_do_so(
+    awaits_nodes, is_zero, n_said, caplog
+):
     caplog.set_level(logging.WARNING, logger="gpuops")
     stats = SaveStats(is_rank_zero=is_zero, every="1")
     for number in range(30):
         stats.copied(4 * number, 0.5 * number)
-        stats.skip(f"step {4 * number} (epoch 0) is still {stage}")
+        stats.skip("the state before is still in progress", awaits_nodes=awaits_nodes)
 
     line = (
         "every=1 is not met: a state is saved every 4 steps (0.50 s), since all nodes agree on one "

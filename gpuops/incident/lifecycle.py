@@ -30,6 +30,11 @@ def about_replicas(ranks: str, epoch: int, step: int) -> str:
     return f"replicas {ranks}/{epoch}.{step}"
 
 
+def about_damage(epoch: int, step: int) -> str:
+    """Return what the incident is about of a saved state that is damaged on disk."""
+    return f"damage {epoch}.{step}"
+
+
 def with_action(incident: Incident, action: ActionKind) -> Incident:
     """Return *incident* with *action* taken; the same action is listed once."""
     if incident.state is IncidentState.CLOSED or action in incident.actions:

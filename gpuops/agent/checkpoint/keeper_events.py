@@ -30,6 +30,7 @@ _SEVERITIES = {
     RESTORED: Severity.INFO,
     "persisted": Severity.INFO,
     "corrupt": Severity.ERROR,
+    "unreadable": Severity.ERROR,
     "persist_failed": Severity.ERROR,
     "commit_failed": Severity.WARNING,
     "epoch_behind": Severity.WARNING,

@@ -34,8 +34,14 @@ from gpuops.units import NS_PER_S, format_seconds
 log = logging.getLogger(__name__)
 
 COUNTS_EVERY_S = 60.0
-# Errors of the state itself or of its storage: each is an incident.
-_TROUBLE = {"persist_failed": "persisting a checkpoint", "corrupt": "verifying a checkpoint"}
+CORRUPT = "corrupt"
+# Errors of saving, or of a copy in memory: each is an incident of gpuops itself, because it is not
+# known whether the memory, the network or gpuops is to blame.
+_TROUBLE = {
+    "persist_failed": "persisting a checkpoint",
+    CORRUPT: "verifying a checkpoint",
+    "unreadable": "reading a checkpoint",
+}
 _NUMBERS = re.compile(r"[0-9a-f]{16}|\d+")
 
 
@@ -67,6 +73,7 @@ class CheckpointRecord:
         self._has_shown = False
         self._lost: StateId | None = None  # with a keeper; nothing newer was saved since
         self._why_offered = ""
+        self._known_damaged: set[StateId] = set()
         self._warned: dict[str, str] = {}  # the last reason by event kind
         self._repeats: Counter[str] = Counter()
 
@@ -208,6 +215,9 @@ class CheckpointRecord:
 
     def _trouble(self, event: KeeperEvent) -> None:
         """Warn of an error; repetitions of the same one are only counted."""
+        if event.kind == CORRUPT and event.state is not None and _is_on_disk(event):
+            self._damaged(event.state, event.why or "no reason was given")
+            return
         same = _NUMBERS.sub("#", event.why or "")
         if self._warned.get(event.kind) == same:
             self._repeats[event.kind] += 1
@@ -216,6 +226,17 @@ class CheckpointRecord:
         which = "" if event.state is None else f"{event.state}: "
         error = CheckpointError(f"{which}{event.why or 'no reason was given'}")
         self.failed(_TROUBLE[event.kind], error)
+
+    def _damaged(self, state: StateId, why: str) -> None:
+        """Report a state that is damaged on disk, once: storage failed, not gpuops."""
+        if state not in self._known_damaged:
+            self._known_damaged.add(state)
+            self._journal.state_damaged(why, step=state.step, epoch=state.epoch)
+            self._warn(f"the checkpoint of step {state.step} is damaged on disk: {why}")
+
+
+def _is_on_disk(event: KeeperEvent) -> bool:
+    return event.tier is Tier.PERSISTENT or event.directory is not None
 
 
 class OverdueReporter:

@@ -10,6 +10,7 @@ from gpuops.agent.journal import payloads
 from gpuops.agent.journal.open_incidents import RestoreTime, RunIncident
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
+from gpuops.incident.incidents.damaged_state import incident_from_damage
 from gpuops.incident.incidents.replicas import ReplicaMismatch, incident_from_replicas
 from gpuops.incident.lifecycle import close, with_action
 from gpuops.model import ActionKind, Entity, EntityKind, Evidence, Incident, Json, Role, Severity
@@ -166,6 +167,19 @@ class EventJournal:
         severity = Severity.INFO if payload["fitted"] else Severity.WARNING
         self._emit("checkpoint.flushed", payload, severity=severity)
         self._last_save = (Evidence(role=Role.RECOVERY, text=text, entity=self._here),)
+
+    @locked
+    def state_damaged(self, why: str, *, step: int, epoch: int) -> None:
+        """Record that a saved state is damaged on disk; *why* names the file."""
+        incident = incident_from_damage(
+            why,
+            step=step,
+            epoch=epoch,
+            run_id=self._run_id,
+            node=self._node,
+            at_us=self._clock.now_us(),
+        )
+        self._emit_event(of_incident(incident, Severity.ERROR))
 
     @locked
     def replicas_differ(self, found: ReplicaMismatch) -> None:

@@ -59,12 +59,13 @@ class Closeable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyProblem:
-    """A copy that is corrupt or cannot be read."""
+    """A copy that is corrupt, or (not ``is_corrupt``) cannot be read."""
 
     state: StateId
     shard: Shard
     tier: Tier
     why: str
+    is_corrupt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +370,9 @@ class _Candidate:
             try:
                 return self._verified_file(shard)
             except CheckpointError as exc:
-                self.choice.is_damaged |= isinstance(exc, CorruptError)
-                self._record_problem(shard, Tier.PERSISTENT, str(exc))
+                is_corrupt = isinstance(exc, CorruptError)
+                self.choice.is_damaged |= is_corrupt
+                self._record_problem(shard, Tier.PERSISTENT, str(exc), is_corrupt=is_corrupt)
                 why = f"{why}, and {exc}"
         return f"the shard of rank {shard.rank}: {why}"
 
@@ -414,8 +416,10 @@ class _Candidate:
             return None
         return self.stored if self.stored.manifest.world == shard.world else None
 
-    def _record_problem(self, shard: Shard, tier: Tier, why: str) -> None:
-        self.choice.problems.append(CopyProblem(self.state, shard, tier, why))
+    def _record_problem(
+        self, shard: Shard, tier: Tier, why: str, *, is_corrupt: bool = True
+    ) -> None:
+        self.choice.problems.append(CopyProblem(self.state, shard, tier, why, is_corrupt))
         if tier is Tier.MEMORY:
             self.choice.add_reason(f"{self.state}, rank {shard.rank}, in memory: {why}")
 

@@ -146,7 +146,8 @@ class RestoreFinder:
                 await JobResult(self.jobs, JobKind.FETCH, lambda: image.ensure(ranges))
             except CheckpointError as exc:
                 read.error = exc
-                self._report_problem(CopyProblem(state, shard, tier, str(exc)))
+                is_corrupt = isinstance(exc, CorruptError)
+                self._report_problem(CopyProblem(state, shard, tier, str(exc), is_corrupt))
             except Exception as exc:  # noqa: BLE001 boundary: the rank receives it as an error
                 read.error = KeeperError(f"{image.name} cannot be read: {exc!r}")
             read.is_done = True
@@ -309,7 +310,7 @@ class RestoreFinder:
 
     def _report_problem(self, problem: CopyProblem) -> None:
         self.events.add(
-            "corrupt",
+            "corrupt" if problem.is_corrupt else "unreadable",
             state=problem.state,
             rank=problem.shard.rank,
             tier=problem.tier.value,

@@ -123,7 +123,7 @@ def test_a_start_from_the_directory_after_the_death_of_a_keeper_gives_that_reaso
     begin_again(desk, {"kind": "offered", "state": [0, 20], "tier": "persistent"})
 
     assert desk.news == [
-        "resumed from step 20: ranks 0-1 from the directory; 2.0 kB in 0.25 s, because " + LOST
+        "resumed from step 20: ranks 0-1 from the directory; 2.0 kB in all in 0.25 s, because " + LOST
     ]
     (offered,) = desk.of("checkpoint.offered")
     assert (offered["lost_step"], offered["why"]) == (80, LOST)
@@ -177,6 +177,27 @@ def test_trouble_becomes_an_incident_of_our_own(desk):
     assert "step 8 (epoch 0): No space left on device" in first["error"]
     assert "2 chunks" in second["error"]
     assert len(desk.of("checkpoint.persist_failed")) == len(desk.of("checkpoint.corrupt")) == 1
+
+
+def test_a_state_that_is_damaged_on_disk_is_an_incident_of_storage_and_said_once(desk):
+    why = "/c/step-000000000044.e00000/shard-00000-of-00002.safetensors is corrupt in piece 0 of 1"
+    where = {"kind": "corrupt", "why": why}
+    desk.keeper.told += [
+        {**where, "state": [0, 44], "rank": 0, "tier": "persistent"},
+        {**where, "state": [0, 44], "rank": 1, "tier": "persistent"},
+        {**where, "state": [0, 43], "directory": "/c"},
+    ]
+    desk.hear()
+
+    assert desk.of("tool.failed") == []
+    desk.keeper.told.append({**where, "kind": "unreadable", "state": [0, 42], "directory": "/c"})
+    desk.hear()
+    assert [payload["what"] for payload in desk.of("tool.failed")] == ["reading a checkpoint"]
+    assert desk.said == [
+        f"the checkpoint of step {step} is damaged on disk: {why}" for step in (44, 43)
+    ]
+    told = [(p["title"], p["failure_class"], p["state"]) for p in desk.of("incident.recorded")]
+    assert told == [(text, "storage.io_error", "closed") for text in desk.said]
 
 
 def test_the_same_trouble_again_is_counted_until_it_has_passed(desk):

@@ -129,8 +129,8 @@ def test_a_corrupt_state_in_the_directory_gives_way_to_the_one_before(stack, tmp
     choice = find_restorable({}, store, StateSearchCriteria())
 
     assert choice.selected.state == OLD
-    assert [(p.state, p.shard, p.tier) for p in choice.problems] == [
-        (NEW, Shard(1, 2), Tier.PERSISTENT)
+    assert [(p.state, p.shard, p.tier, p.is_corrupt) for p in choice.problems] == [
+        (NEW, Shard(1, 2), Tier.PERSISTENT, True)
     ]
     assert any("corrupt in piece 0" in why for why in choice.why)
 
@@ -181,6 +181,7 @@ def test_what_was_fetched_is_given_back_where_the_state_is_skipped(stack, tmp_pa
     )
 
     assert choice.selected.state == OLD
+    assert not any(problem.is_corrupt for problem in choice.problems)
     assert any("does not fit" in why for why in choice.why)
     with pytest.raises(CheckpointError, match="closed"):
         made[0].fd  # noqa: B018 it raises

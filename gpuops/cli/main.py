@@ -56,6 +56,7 @@ COMMANDS = {
     "run": ("gpuops.cli.run:run", "Run a training job: torchrun's flags, and it recovers."),
     "runbook": ("gpuops.cli.runbook:runbook", "Show what to do about a failure class."),
     "slurm": ("gpuops.cli.slurm:slurm", "Prolog, epilog and health check of Slurm, and set-up."),
+    "sweep": ("gpuops.cli.sweep:sweep", "Test nodes in pairs; name the bad node or link."),
 }
 
 

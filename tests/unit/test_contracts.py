@@ -76,6 +76,7 @@ def test_the_commands_are_frozen():
         "run",
         "runbook",
         "slurm",
+        "sweep",
     }
 
 

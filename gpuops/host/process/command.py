@@ -50,11 +50,17 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def run_bounded(
-    argv: Sequence[str], env: Mapping[str, str], deadline_s: float, is_over: Callable[[], bool]
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    deadline_s: float,
+    is_over: Callable[[], bool],
+    *,
+    pass_fds: Sequence[int] = (),
 ) -> CommandEnd | None:
     """Return how *argv* ended within *deadline_s*, None if *is_over* returned True first.
 
-    A command that cannot be started ends with 127, as in a shell. Call it from any thread.
+    A command that cannot be started ends with 127, as in a shell. It inherits *pass_fds*. Call it
+    from any thread.
     """
     with _memory_file("output") as output, _memory_file("errors") as errors:
         started_s = time.monotonic()
@@ -66,6 +72,7 @@ def run_bounded(
                 stderr=errors,
                 env=dict(env),
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
         except (OSError, ValueError) as exc:
             return CommandEnd(exit_code=127, errors=str(exc).encode())

@@ -22,9 +22,14 @@ def die_with_parent(stdin_fd: int = 0) -> None:
     The kernel's signal is needed if another process also holds the parent's end of the pipe. A
     driver that crashes this process leaves no core file.
     """
+    die_with_parent_thread()
+    threading.Thread(target=_wait, args=(stdin_fd,), name="tether", daemon=True).start()
+
+
+def die_with_parent_thread() -> None:
+    """End this process when the thread that started it ends; it leaves no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    threading.Thread(target=_wait, args=(stdin_fd,), name="tether", daemon=True).start()
 
 
 def _wait(stdin_fd: int) -> NoReturn:

@@ -123,7 +123,8 @@ def test_a_start_from_the_directory_after_the_death_of_a_keeper_gives_that_reaso
     begin_again(desk, {"kind": "offered", "state": [0, 20], "tier": "persistent"})
 
     assert desk.news == [
-        "resumed from step 20: ranks 0-1 from the directory; 2.0 kB in all in 0.25 s, because " + LOST
+        "resumed from step 20: ranks 0-1 from the directory; 2.0 kB in all in 0.25 s, because "
+        + LOST
     ]
     (offered,) = desk.of("checkpoint.offered")
     assert (offered["lost_step"], offered["why"]) == (80, LOST)

@@ -1,0 +1,34 @@
+"""Algorithm and bus bandwidth of a collective, as nccl-tests computes them.
+
+Source: nccl-tests, ``doc/PERFORMANCE.md``: the bus bandwidth is what the slowest link must carry,
+whatever the number of ranks, and can be held against the hardware's peak.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "all_reduce": lambda n: 2 * (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "reduce_scatter": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "broadcast": lambda _n: 1.0,
+        "send_recv": lambda _n: 1.0,
+    }
+)
+COLLECTIVES = tuple(_FACTORS)
+
+
+def algbw_gbs(size_bytes: int, seconds: float) -> float:
+    """Return the algorithm bandwidth in GB/s (1e9 bytes).
+
+    *size_bytes*: the buffer of one rank; of `all_gather`, `reduce_scatter` and `all_to_all` the
+    buffers of all ranks together.
+    """
+    return size_bytes / seconds / 1e9
+
+
+def busbw_gbs(collective: str, n_ranks: int, size_bytes: int, seconds: float) -> float:
+    """Return the bus bandwidth in GB/s of *collective*, one of `COLLECTIVES`; see `algbw_gbs`."""
+    return algbw_gbs(size_bytes, seconds) * _FACTORS[collective](n_ranks)

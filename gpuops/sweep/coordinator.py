@@ -1,0 +1,271 @@
+"""The one that decides in a sweep: who takes part, who is tested with whom, and what it means."""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuops.burnin.blame import BlameVerdict, blame, open_questions
+from gpuops.burnin.pairs import NodePair, PairOutcome, PairTest, node_pair
+from gpuops.burnin.schedule import (
+    CONFIRMATION_ROUNDS,
+    SweepRound,
+    confirmation_round,
+    first_rounds,
+    share_tested,
+)
+from gpuops.burnin.speed import speed_limits, with_speed
+from gpuops.burnin.sweep_findings import sweep_findings, unmeasured_findings
+from gpuops.checks.core.check import CheckLimit
+from gpuops.control.store import ControlStore
+from gpuops.host.clock import Clock
+from gpuops.model import FailureClass, Finding, Json
+from gpuops.sweep.messages import (
+    ALIVE,
+    COORDINATOR_KEY,
+    STEP_KEY,
+    PairOrder,
+    PairReport,
+    Participant,
+    SweepStep,
+    decode,
+    encode,
+    findings_key,
+    order_key,
+    reports_prefix,
+)
+from gpuops.units import NS_PER_S
+
+# To start the processes of a test: torch alone takes seconds to import on a busy machine.
+START_S = 120.0
+_POLL_S = 0.1
+
+Pause = Callable[[float], None]
+OnRound = Callable[[int, Sequence[PairTest]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """How to sweep. ``expected``: the nodes that should take part, ``join_s`` how long they have.
+
+    ``seconds`` and ``timeout_s``: see `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that
+    earlier sweeps tested. ``slow_node``: the failure class of a node that is slow.
+    ``floor``: of the bus bandwidth in GB/s.
+    """
+
+    sweep: str
+    expected: tuple[str, ...]
+    seed: int
+    size_bytes: int
+    slow_node: FailureClass
+    seconds: float = 5.0
+    timeout_s: float = 20.0
+    join_s: float = 60.0
+    tested: frozenset[NodePair] = frozenset()
+    floor: CheckLimit | None = None
+
+    @property
+    def round_s(self) -> float:
+        """Return after how many seconds a report is not waited for any more."""
+        return START_S + 3 * self.seconds + 2 * self.timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """What a sweep did and found.
+
+    ``missing``: nodes that did not join, and why as far as known; ``unfit``: those that their
+    health check kept out, and why; ``share_tested``: of all pairs, with those of earlier sweeps.
+    """
+
+    sweep: str
+    nodes: tuple[str, ...]
+    missing: Mapping[str, str]
+    unfit: Mapping[str, str]
+    tests: tuple[PairTest, ...]
+    details: Mapping[NodePair, str]
+    verdicts: tuple[BlameVerdict, ...]
+    findings: tuple[Finding, ...]
+    share_tested: float
+
+
+def coordinate(
+    store: ControlStore,
+    settings: SweepSettings,
+    clock: Clock,
+    pause: Pause,
+    *,
+    failed: Callable[[], Mapping[str, str]] = dict,
+    on_round: OnRound = lambda _number, _tests: None,
+) -> SweepResult:
+    """Sweep the nodes that join; tell each of them what was found about it, and that it is over.
+
+    *failed* returns the nodes that cannot take part, and why: they are not waited for. What is slow
+    follows from the first rounds (`gpuops.burnin.speed`). *on_round* gets the number of rounds and
+    all tests so far.
+
+    Raises:
+        ControlStoreError: The store cannot be reached.
+    """
+    coordinator = _Coordinator(store, settings, clock, pause)
+    store.heartbeat(COORDINATOR_KEY, b"1", watch=COORDINATOR_KEY, seen_version=0, hold_s=0.0)
+    try:
+        joined = coordinator.gather(failed)
+        fit = {node: one for node, one in joined.items() if one.unfit is None}
+        domains = {node: one.domain for node, one in fit.items() if one.domain is not None}
+        tests: tuple[PairTest, ...] = ()
+        for one in first_rounds(fit, seed=settings.seed, tested=settings.tested, domains=domains):
+            tests = (*tests, *coordinator.run_round(one, fit))
+            on_round(coordinator.step, tests)
+        limits = speed_limits(tests, floor=settings.floor, domains=domains)
+        tests = tuple(with_speed(test, limits, domains) for test in tests)
+        for _ in range(CONFIRMATION_ROUNDS):
+            questions = open_questions(tests, domains)
+            seed = settings.seed + coordinator.step
+            one = confirmation_round(questions, seed=seed, domains=domains)
+            if not one.pairs:
+                break
+            again = coordinator.run_round(one, fit)
+            tests = (*tests, *(with_speed(test, limits, domains) for test in again))
+            on_round(coordinator.step, tests)
+        verdicts = blame(tests, domains)
+        limit = min(limits.values(), key=lambda one: one.low, default=None)
+        findings = sweep_findings(verdicts, slow_node=settings.slow_node, limit=limit)
+        findings += unmeasured_findings(tests)
+        coordinator.publish(findings)
+        return SweepResult(
+            sweep=settings.sweep,
+            nodes=tuple(sorted(fit)),
+            missing={
+                node: failed().get(node, f"nothing heard of it in {settings.join_s:g} s")
+                for node in sorted(set(settings.expected) - joined.keys())
+            },
+            unfit={node: one.unfit for node, one in joined.items() if one.unfit is not None},
+            tests=tests,
+            details=coordinator.details,
+            verdicts=verdicts,
+            findings=tuple(findings),
+            share_tested=share_tested(fit, settings.tested | {test.nodes for test in tests}),
+        )
+    finally:
+        coordinator.end()
+
+
+class _Coordinator:
+    """The store's side of a sweep: ``step`` is the last step, ``details`` says what went wrong."""
+
+    def __init__(
+        self, store: ControlStore, settings: SweepSettings, clock: Clock, pause: Pause
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._pause = pause
+        self.step = 0
+        self.details: dict[NodePair, str] = {}
+
+    def gather(self, failed: Callable[[], Mapping[str, str]]) -> dict[str, Participant]:
+        """Return who has joined once all nodes have that can, or their time is over."""
+        joined: dict[str, Participant] = {}
+
+        def all_joined() -> bool:
+            nonlocal joined
+            joined = self._alive()
+            return joined.keys() | failed().keys() >= set(self._settings.expected)
+
+        self._wait(all_joined, self._settings.join_s)
+        return {node: one for node, one in joined.items() if node in self._settings.expected}
+
+    def run_round(self, one: SweepRound, joined: Mapping[str, Participant]) -> list[PairTest]:
+        """Have the pairs of a round tested; return what came of each."""
+        if not one.pairs:
+            return []
+        self.step += 1
+        for pair in one.pairs:
+            order = encode(self._order(pair, joined))
+            for node in pair:
+                self._store.put(order_key(self.step, node), order)
+        self._store.put(STEP_KEY, encode(SweepStep(number=self.step)))
+        reports = self._reports({node for pair in one.pairs for node in pair})
+        return [self._test(pair, reports) for pair in one.pairs]
+
+    def publish(self, findings: Iterable[Finding]) -> None:
+        """Write what was found about each node, for the node itself."""
+        by_node: dict[str, list[Json]] = {}
+        for finding in findings:
+            by_node.setdefault(finding.entity.id, []).append(finding.to_json())
+        for node, found in by_node.items():
+            if node in self._settings.expected:
+                self._store.put(findings_key(node), json.dumps({"findings": found}).encode())
+
+    def end(self) -> None:
+        """Tell all participants that the sweep is over."""
+        self._store.put(STEP_KEY, encode(SweepStep(number=self.step, is_over=True)))
+
+    def _alive(self) -> dict[str, Participant]:
+        found = self._store.list(ALIVE)
+        return {
+            key.removeprefix(ALIVE): decode(Participant, entry, "a participant")
+            for key, entry in found.items()
+        }
+
+    def _order(self, pair: NodePair, joined: Mapping[str, Participant]) -> PairOrder:
+        a, b = pair
+        settings = self._settings
+        return PairOrder(
+            a=a,
+            b=b,
+            devices=min(joined[a].devices, joined[b].devices),
+            size_bytes=settings.size_bytes,
+            seconds=settings.seconds,
+            timeout_s=settings.timeout_s,
+        )
+
+    def _reports(self, nodes: Collection[str]) -> dict[str, PairReport]:
+        """Return the reports of *nodes* as far as they come; a node that left sends none."""
+        prefix = reports_prefix(self.step)
+        reports: dict[str, PairReport] = {}
+
+        def all_reported() -> bool:
+            reports.update(
+                (key.removeprefix(prefix), decode(PairReport, entry, "a report"))
+                for key, entry in self._store.list(prefix).items()
+            )
+            return not (nodes - reports.keys()) & self._alive().keys()
+
+        self._wait(all_reported, self._settings.round_s)
+        alive = self._alive()
+        for node in set(nodes) - reports.keys():
+            if node in alive:
+                late = f"no report in {self._settings.round_s:g} s"
+                reports[node] = PairReport(outcome=PairOutcome.TIMEOUT, detail=late)
+            else:
+                reports[node] = PairReport(outcome=PairOutcome.FAIL, detail="it left the sweep")
+        return reports
+
+    def _test(self, pair: NodePair, reports: Mapping[str, PairReport]) -> PairTest:
+        a, b = (reports[node] for node in pair)
+        outcome = _joint_outcome(a.outcome, b.outcome)
+        texts = [f"{node}: {reports[node].detail}" for node in pair if reports[node].detail]
+        if texts:
+            self.details[pair] = "; ".join(texts)
+        return PairTest(
+            nodes=node_pair(*pair),
+            outcome=outcome,
+            round=self.step - 1,
+            value=a.value if outcome is PairOutcome.PASS else None,
+            sweep=self._settings.sweep,
+            t_us=self._clock.now_us(),
+        )
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
+        end_ns = self._clock.mono_ns() + round(limit_s * NS_PER_S)
+        while not condition() and self._clock.mono_ns() < end_ns:
+            self._pause(_POLL_S)
+
+
+def _joint_outcome(a: PairOutcome, b: PairOutcome) -> PairOutcome:
+    """Return what two nodes saw of one test. Who could not test at all says nothing of the link."""
+    for outcome in (PairOutcome.UNKNOWN, PairOutcome.FAIL, PairOutcome.TIMEOUT):
+        if outcome in (a, b):
+            return outcome
+    return a

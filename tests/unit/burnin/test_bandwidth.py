@@ -1,0 +1,18 @@
+"""Bus bandwidths against figures that nccl-tests printed."""
+
+import pytest
+
+from gpuops.burnin.bandwidth import COLLECTIVES, algbw_gbs, busbw_gbs
+
+
+def test_the_published_run_of_eight_h200() -> None:
+    """stas00/ml-engineering, network/README.md: all_reduce of 16 GiB, algbw 275.58 GB/s."""
+    size = 16 * 2**30
+    seconds = size / 275.58e9
+    assert algbw_gbs(size, seconds) == pytest.approx(275.58)
+    assert busbw_gbs("all_reduce", 8, size, seconds) == pytest.approx(482.26, abs=0.01)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_of_two_ranks_at_least_half_of_the_buffer_crosses_the_link(collective: str) -> None:
+    assert busbw_gbs(collective, 2, 2_000_000_000, 1.0) in (1.0, 2.0)

@@ -1,0 +1,187 @@
+"""A whole sweep over a control store in memory: participants are threads, tests are a table."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from gpuops.burnin.blame import BlameKind
+from gpuops.burnin.pairs import PairOutcome, node_pair
+from gpuops.control.memory import MemoryControlStore
+from gpuops.control.store import ControlStore
+from gpuops.host.clock import SystemClock
+from gpuops.model import FailureClass, Status
+from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
+from gpuops.sweep.messages import PairOrder, PairReport, Participant, alive_key
+from gpuops.sweep.participant import CoordinatorLostError, Exchange, participate
+
+NODES = ("n1", "n2", "n3", "n4")
+PASSED = PairReport(outcome=PairOutcome.PASS, value=10.0)
+FAILED = PairReport(outcome=PairOutcome.FAIL, detail="connection closed by peer")
+
+
+class LeftError(Exception):
+    """The node is gone."""
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(min(seconds, 0.01))
+
+
+@dataclass
+class FakeTester:
+    """Fails the tests of *bad* nodes and pairs; notes which pairs were tested."""
+
+    bad: Collection[str | tuple[str, str]] = ()
+    done: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(
+        self, order: PairOrder, node: str, _address: str, exchange: Exchange
+    ) -> PairReport:
+        if node == order.a:
+            exchange(4711)
+            self.done.append(order.nodes)
+        else:
+            assert exchange(None) == (f"address of {order.a}", 4711)
+        is_bad = order.nodes in self.bad or not set(order.nodes).isdisjoint(self.bad)
+        return FAILED if is_bad else PASSED
+
+
+@dataclass
+class Fleet:
+    """Threads that take part; ``findings`` is what each node was told about itself."""
+
+    store: MemoryControlStore
+    tester: FakeTester
+    findings: dict[str, Sequence[object]] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def join(self, *nodes: str, unfit: str | None = None) -> None:
+        for node in nodes:
+            thread = threading.Thread(target=self._run, args=(node, unfit), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def _run(self, node: str, unfit: str | None) -> None:
+        me = Participant(node=node, address=f"address of {node}", unfit=unfit)
+        with contextlib.suppress(LeftError):
+            self.findings[node] = participate(self.store.new_handle(), me, self.tester, pause)
+
+    def sweep(self, join_s: float = 30.0) -> SweepResult:
+        settings = SweepSettings(
+            sweep="s1",
+            expected=NODES,
+            slow_node=FailureClass.HOST_SLOW,
+            seed=1,
+            size_bytes=8,
+            seconds=1.0,
+            join_s=join_s,
+        )
+        result = coordinate(
+            self.store.new_handle(),
+            settings,
+            SystemClock(),
+            pause,
+        )
+        for thread in self.threads:
+            thread.join(30)
+        return result
+
+
+@pytest.fixture
+def fleet() -> Callable[..., Fleet]:
+    def make(*bad: str | tuple[str, str]) -> Fleet:
+        return Fleet(MemoryControlStore(SystemClock()), FakeTester(bad))
+
+    return make
+
+
+def test_four_healthy_nodes_test_all_pairs_and_name_nobody(fleet: Callable[..., Fleet]) -> None:
+    four = fleet()
+    four.join(*NODES)
+    result = four.sweep()
+    assert sorted(four.tester.done) == sorted(
+        node_pair(a, b) for a in NODES for b in NODES if a < b
+    )
+    assert result.verdicts == ()
+    assert result.share_tested == 1
+    assert four.findings == dict.fromkeys(NODES, ())
+
+
+def test_a_bad_node_is_named_and_learns_it_itself(fleet: Callable[..., Fleet]) -> None:
+    four = fleet("n3")
+    four.join(*NODES)
+    (verdict,) = four.sweep().verdicts
+    assert (verdict.kind, verdict.entity.id, verdict.status) == (BlameKind.NODE, "n3", Status.FAIL)
+    assert [node for node in NODES if four.findings[node]] == ["n3"]
+
+
+def test_a_bad_link_is_tested_once_more_and_named_as_a_pair(fleet: Callable[..., Fleet]) -> None:
+    four = fleet(("n1", "n4"))
+    four.join(*NODES)
+    result = four.sweep()
+    assert [(v.kind, v.entity.id) for v in result.verdicts] == [(BlameKind.PAIR, "n1,n4")]
+    assert four.tester.done.count(("n1", "n4")) == 2
+    assert "connection closed by peer" in result.details["n1", "n4"]
+
+
+def test_who_does_not_come_is_missing_and_who_is_unfit_is_not_tested(
+    fleet: Callable[..., Fleet],
+) -> None:
+    some = fleet()
+    some.join("n1", "n2")
+    some.join("n3", unfit="gpu_count: 7 GPUs")
+    result = some.sweep(join_s=1.0)
+    assert result.missing == {"n4": "nothing heard of it in 1 s"}
+    assert result.unfit == {"n3": "gpu_count: 7 GPUs"}
+    assert some.tester.done == [("n1", "n2")]
+
+
+def test_a_node_that_leaves_in_the_middle_of_a_round_fails_its_pair_and_no_other(
+    fleet: Callable[..., Fleet],
+) -> None:
+    four = fleet()
+
+    class Leaves(FakeTester):
+        def __call__(
+            self, order: PairOrder, node: str, address: str, exchange: Exchange
+        ) -> PairReport:
+            if "n2" in order.nodes:
+                store.delete(alive_key("n2"))
+                if node == "n2":
+                    raise LeftError
+                return FAILED
+            return super().__call__(order, node, address, exchange)
+
+    store: ControlStore = four.store.new_handle()
+    four.tester = Leaves()
+    four.join(*NODES)
+    result = four.sweep()
+    bad = [test for test in result.tests if test.outcome.is_bad]
+    assert bad
+    assert all("n2" in test.nodes for test in bad)
+    assert "n2: it left the sweep" in result.details[bad[0].nodes]
+
+
+def test_participants_end_when_nobody_leads(fleet: Callable[..., Fleet]) -> None:
+    me = Participant(node="n1", address="here")
+    with pytest.raises(CoordinatorLostError):
+        participate(fleet().store, me, FakeTester(), pause, hold_s=0.01, coordinator_s=0.05)
+
+
+def test_a_pair_below_the_median_of_the_others_is_slow(fleet: Callable[..., Fleet]) -> None:
+    class Slow(FakeTester):
+        def __call__(
+            self, order: PairOrder, node: str, address: str, exchange: Exchange
+        ) -> PairReport:
+            report = super().__call__(order, node, address, exchange)
+            return replace(report, value=7.0) if "n2" in order.nodes else report
+
+    four = fleet()
+    four.tester = Slow()
+    four.join(*NODES)
+    result = four.sweep()
+    assert [(v.kind, v.entity.id) for v in result.verdicts] == [(BlameKind.NODE, "n2")]
+    assert {test.outcome for test in result.verdicts[0].evidence} == {PairOutcome.SLOW}

@@ -20,7 +20,7 @@ class BurninTest:
     """One test: the module of its program in `gpuops.worker.burnin`, and its arguments.
 
     ``on_parts``: one process for each GPU, or group of processors, all at once; else one for the
-    node. ``seconds``: how long it measures.
+    node. ``together``: these are the ranks of one group. ``seconds``: how long it measures.
     """
 
     name: str
@@ -28,6 +28,7 @@ class BurninTest:
     program: str
     arguments: tuple[str, ...] = ()
     on_parts: bool = True
+    together: bool = False
     seconds: float = 0.0
 
     @property
@@ -43,6 +44,12 @@ _ALL = (
         about="memory bandwidth: copy and triad",
         program="memory",
         arguments=("--mode", "hbm"),
+    ),
+    BurninTest(
+        name="collectives",
+        about="collectives between the parts: bus bandwidth, and what each rank received",
+        program="collectives",
+        together=True,
     ),
     BurninTest(
         name="host",
@@ -72,9 +79,15 @@ _LATER = MappingProxyType(
 )
 TIERS: Mapping[str, tuple[float, Mapping[str, float]]] = MappingProxyType(
     {
-        "10m": (600.0, {"gemm": 5, "hbm": 3, "host": 2}),
-        "30m": (1800.0, {"gemm": 5, "hbm": 3, "host": 2, "patterns": 8, "disk": 2}),
-        "60m": (3600.0, {"gemm": 10, "hbm": 3, "host": 2, "patterns": 12, "disk": 3}),
+        "10m": (600.0, {"gemm": 4, "hbm": 2, "collectives": 2, "host": 2}),
+        "30m": (
+            1800.0,
+            {"gemm": 5, "hbm": 2, "collectives": 3, "host": 2, "patterns": 6, "disk": 2},
+        ),
+        "60m": (
+            3600.0,
+            {"gemm": 12, "hbm": 2, "collectives": 4, "host": 2, "patterns": 12, "disk": 3},
+        ),
     }
 )
 

@@ -8,6 +8,7 @@ result is a `CheckRun` of the suite ``burnin``, recorded as that of a check, and
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gpuops.burnin.judge import JudgeTerms, judge_test
 from gpuops.burnin.measurement import Measurement
@@ -158,24 +159,41 @@ class Burnin:
         self, test: BurninTest, chosen: Sequence[PartUnderTest], parts: PartsUnderTest
     ) -> list[ProgramOutput]:
         request = self.request
-        folders = [word for disk in parts.disks for word in ("--folder", str(disk))]
-        more = folders if test.name == "disk" else []
-        commands = [
-            ParallelCommand(
-                argv=request.command(test, part, more),
-                env=_environment(request.environ, part),
-                deadline_s=_LATE * test.seconds + request.start_s,
-                question=f"burnin {test.name} {part.entity}",
-            )
-            for part in chosen
-        ]
+        visible = ",".join(part.visible_gpu for part in chosen if part.visible_gpu)
         outputs = [ProgramOutput(part.entity) for part in chosen]
-        ends = run_together(
-            commands, lambda number, line: _keep(outputs[number], line), abandoned()
-        )
+        with TemporaryDirectory(prefix="gpuops-burnin-") as folder:
+            commands = [
+                ParallelCommand(
+                    argv=request.command(
+                        test,
+                        part.as_rank(number) if test.together else part,
+                        self._more_words(test, parts, (number, len(chosen)), Path(folder) / "meet"),
+                    ),
+                    env=_environment(
+                        request.environ, visible if test.together else part.visible_gpu
+                    ),
+                    deadline_s=_LATE * test.seconds + request.start_s,
+                    question=f"burnin {test.name} {part.entity}",
+                )
+                for number, part in enumerate(chosen)
+            ]
+            ends = run_together(
+                commands, lambda number, line: _keep(outputs[number], line), abandoned()
+            )
         for output, end in zip(outputs, ends, strict=True):
             _add_end(output, end)
         return outputs
+
+    def _more_words(
+        self, test: BurninTest, parts: PartsUnderTest, rank: tuple[int, int], meet: Path
+    ) -> Sequence[str]:
+        """Return the arguments of a program that depend on the node or on the other programs."""
+        if test.together:
+            words = ("--rank", str(rank[0]), "--ranks", str(rank[1]), "--meet", str(meet))
+            return (*words, "--node", self.request.node.id)
+        if test.name != "disk":
+            return ()
+        return [word for disk in parts.disks for word in ("--folder", str(disk))]
 
     def result(self) -> CheckRun:
         """Return what was found so far; tests that were not run are unknown."""
@@ -219,8 +237,8 @@ class Burnin:
         ]
 
 
-def _environment(environ: Mapping[str, str], part: PartUnderTest) -> Mapping[str, str]:
-    gpu = {} if part.visible_gpu is None else {"CUDA_VISIBLE_DEVICES": part.visible_gpu}
+def _environment(environ: Mapping[str, str], visible_gpus: str | None) -> Mapping[str, str]:
+    gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus} if visible_gpus else {}
     return {**environ, **_STEADY, **gpu}
 
 

@@ -6,7 +6,7 @@ Pure, apart from `local_disks`.
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuops.burnin.plan import BurninTest, cpus_text, split_cpus
@@ -34,6 +34,10 @@ class PartUnderTest:
     def words(self) -> tuple[str, ...]:
         """Return the arguments that name it."""
         return "--device", self.device, "--part", f"{self.entity.kind.value}:{self.entity.id}"
+
+    def as_rank(self, number: int) -> "PartUnderTest":
+        """Return it where all GPUs of a group are visible: NCCL's direct copies need that."""
+        return self if self.visible_gpu is None else replace(self, device=f"cuda:{number}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,6 +319,7 @@ def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
     assert {item["check"] for item in body["findings"] if item["unit"]} == {
         "burnin/gemm",
         "burnin/hbm",
+        "burnin/collectives",
         "burnin/host",
     }
     measured = body["measurements"]

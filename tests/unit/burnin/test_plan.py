@@ -21,7 +21,7 @@ def test_a_longer_tier_has_every_test_of_a_shorter_one():
 
 
 def test_a_duration_scales_all_tests():
-    assert [test.seconds for test in make_tests("10m", (), 10)] == [5, 3, 2]
+    assert [test.seconds for test in make_tests("10m", (), 10)] == [4, 2, 2, 2]
 
 
 def test_only_takes_any_test_of_all_tiers():

@@ -63,7 +63,7 @@ class _Terms:
     join_s: float
 
 
-@click.command(epilog="Example: srun --ntasks-per-node=1 gpuops sweep")
+@click.command(epilog="Example: gpuops sweep --hosts gpu[001-016]")
 @click.option("--hosts", metavar="LIST", help="Sweep these hosts over ssh: gpu[001-016].")
 @click.option("--ssh", metavar="COMMAND", default="ssh -o BatchMode=yes", show_default=True)
 @click.option(

@@ -96,7 +96,7 @@ class FakeKeeperClient:
         told, keeper.told = keeper.told, []
         return told
 
-    def flush(self, deadline_s, on_wait):
+    def flush(self, deadline_s, on_wait=lambda _at_most_s: None):
         keeper = self._check()
         if keeper.others_s:
             on_wait(keeper.others_s)

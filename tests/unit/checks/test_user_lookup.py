@@ -103,7 +103,7 @@ def test_a_directory_that_never_answers_costs_the_deadline_and_hides_no_other_an
     def lookup(user):
         return threading.Event().wait() if user == 20001 else 5000
 
-    facts = read_users(tmp_path, 0.9, ("canary",), 20001, lookup=lookup, left=NONE_LEFT)
+    facts = read_users(tmp_path, 3.0, ("canary",), 20001, lookup=lookup, left=NONE_LEFT)
 
     silent, answered = facts.lookups
     assert silent.silent.startswith("gave no answer in")

@@ -15,6 +15,8 @@ from gpuops.host.process.abandoned import abandoned
 from gpuops.model import Entity, FailureClass, Finding, Status
 
 COUNTING = ("gpu_ecc", "nvlink_errors", "gpu_pcie_replays", "ib_errors", "pci_aer", "gpu_xid")
+# Nobody waits for a job to start: a reading that is late would hide errors that grew.
+READ_S = 60.0
 _BAD = (Status.WARN, Status.FAIL)
 _Key = tuple[str, Entity, FailureClass | None]
 
@@ -26,8 +28,13 @@ def counting_plan(request: CheckRequest) -> CheckPlan:
         UsageError, ConfigError: See `gpuops.gate.session.make_plan`.
     """
     plan = make_plan(request)
-    kept = tuple(item for item in plan.suite.planned if item.check.name in COUNTING)
-    return replace(plan, suite=replace(plan.suite, planned=kept))
+    kept = tuple(
+        replace(item, timeout_s=max(item.timeout_s, READ_S))
+        for item in plan.suite.planned
+        if item.check.name in COUNTING
+    )
+    suite = replace(plan.suite, planned=kept, deadline_s=max(plan.suite.deadline_s, 2 * READ_S))
+    return replace(plan, suite=suite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,18 @@ def _sample(reading: CounterReading) -> CounterSample:
 
 
 def new_errors(before: CheckRun, after: CheckRun, test: str) -> list[Finding]:
-    """Return a failure for each error in *after* that *before*, ahead of *test*, did not have."""
+    """Return a failure for each error in *after* that *before*, ahead of *test*, did not have.
+
+    A check that could be judged before and not after *test* is unknown: its errors may have grown.
+    """
     known = _by_key(before.findings)
-    return [
+    unread = {item.check for item in before.findings if item.status is Status.UNKNOWN}
+    late = [
+        replace(found, message=f"{found.message}; after the burn-in test {test}")
+        for found in after.findings
+        if found.status is Status.UNKNOWN and found.check not in unread
+    ]
+    return late + [
         replace(
             found,
             status=Status.FAIL if found.failure_class else found.status,

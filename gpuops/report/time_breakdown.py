@@ -193,9 +193,13 @@ class RunBreakdown:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether the run or one of its attempts failed, as far as recorded."""
+        """Return whether the run or one of its attempts failed, as far as recorded.
+
+        An incident without an attempt ended none, as a state that is damaged on disk.
+        """
         outcomes = [self.run.outcome, *(attempt.row.outcome for attempt in self.attempts)]
-        return "failed" in outcomes or any(map(_is_failure, self.incidents))
+        ended_one = (each for each in self.incidents if each.attempt is not None)
+        return "failed" in outcomes or any(map(_is_failure, ended_one))
 
 
 def break_down_run(

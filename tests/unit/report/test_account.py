@@ -1,5 +1,7 @@
 """The seconds of a run: each in one phase, adding up to the wall time."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +39,14 @@ def test_a_run_without_failures_is_init_productive_and_other():
     assert found.ettr_alloc == found.ettr_alloc_max == pytest.approx(0.85)
     assert found.lost_s == 0
     assert found.redone_steps == 0
+
+
+def test_an_incident_that_ended_no_attempt_is_no_failure_of_the_run():
+    _run, _attempts, (incident, *_) = a_killed_run()
+    attempts = [attempt_row(0, (1, 10, None, 95, 96), (1, 200))]
+
+    assert not break_down_run(run_row(), attempts, [replace(incident, attempt=None)]).has_failed
+    assert break_down_run(run_row(), attempts, [incident]).has_failed
 
 
 def test_a_killed_rank_costs_detection_restart_and_repeated_steps():

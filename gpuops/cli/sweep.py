@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import click
 
@@ -33,12 +32,13 @@ from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, Usag
 from gpuops.gate.record import CheckOccasion, record, record_check_run, record_options
 from gpuops.gate.session import check_node, make_plan
 from gpuops.host.clock import SystemClock
+from gpuops.host.gpu_names import read_gpu_names
 from gpuops.host.node_state import node_name
 from gpuops.host.process.remote import RemoteCommands, start_remote
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
 from gpuops.log import printable
-from gpuops.model import FailureClass, Status, envelope
+from gpuops.model import Status, envelope
 from gpuops.slurm.topology import domain_of
 from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
 from gpuops.sweep.messages import Participant
@@ -58,7 +58,7 @@ class _Terms:
 
     seed: int
     seconds: float
-    size_bytes: int
+    size_bytes: int | None
     timeout_s: float
     join_s: float
 
@@ -123,11 +123,11 @@ def sweep(
     finished.
     """
     settings = settings_of(ctx, check__suite=GATE_SUITE)
-    devices = _count_gpus()
+    devices = _count_gpus(settings.root)
     terms = _Terms(
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
         seconds=seconds,
-        size_bytes=size or (2**30 if devices else 2**25),
+        size_bytes=size,
         timeout_s=timeout_s,
         join_s=_JOIN_S,
     )
@@ -170,12 +170,9 @@ def _hosts(text: str) -> tuple[str, ...]:
     return names
 
 
-def _count_gpus() -> int:
-    """Return how many GPUs this process may use, by the driver's files: a driver may hang."""
-    try:
-        found = len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
-    except OSError:
-        return 0
+def _count_gpus(root: Path) -> int:
+    """Return how many GPUs this process may use, without asking the driver, which may hang."""
+    found = len(read_gpu_names(root, {}))
     visible = environ().get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else min(found, len([w for w in visible.split(",") if w]))
 
@@ -222,7 +219,7 @@ class _Session:
             return None
         leading = in_thread(lambda: self._lead(place, step.nodes))
         self._participate(place, self._node, unfit)
-        return cast(SweepResult, leading.result())
+        return leading.result()
 
     def over_ssh(
         self, hosts: Sequence[str], ssh: Sequence[str], remote: Sequence[str]
@@ -314,7 +311,6 @@ class _Session:
             expected=tuple(nodes),
             seed=terms.seed,
             size_bytes=terms.size_bytes,
-            slow_node=FailureClass.GPU_SLOW if self._devices else FailureClass.HOST_SLOW,
             seconds=terms.seconds,
             timeout_s=terms.timeout_s,
             join_s=terms.join_s,

@@ -59,11 +59,13 @@ def print_round(number: int, tests: Sequence[PairTest]) -> None:
 
 
 def pair_events(tests: Sequence[PairTest], node: str, clock: Clock) -> list[Event]:
-    """Return an event for each of *tests*, told by *node*."""
+    """Return an event for each of *tests* that says something of its pair, written by *node*."""
     from gpuops.store.events import PAIR_TESTED, new_event
 
     return [
-        new_event(PAIR_TESTED, node=node, clock=clock, payload=_test_json(test)) for test in tests
+        new_event(PAIR_TESTED, node=node, clock=clock, payload=_test_json(test))
+        for test in tests
+        if test.outcome is not PairOutcome.UNKNOWN
     ]
 
 

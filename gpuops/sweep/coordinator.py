@@ -37,6 +37,8 @@ from gpuops.units import NS_PER_S
 
 # To start the processes of a test: torch alone takes seconds to import on a busy machine.
 START_S = 120.0
+# Small enough for a minute of a slow network, large enough that latency is not what is measured.
+GPU_SIZE_BYTES, CPU_SIZE_BYTES = 2**30, 2**25
 _POLL_S = 0.1
 
 Pause = Callable[[float], None]
@@ -47,16 +49,15 @@ OnRound = Callable[[int, Sequence[PairTest]], None]
 class SweepSettings:
     """How to sweep. ``expected``: the nodes that should take part, ``join_s`` how long they have.
 
-    ``seconds`` and ``timeout_s``: see `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that
-    earlier sweeps tested. ``slow_node``: the failure class of a node that is slow.
-    ``floor``: of the bus bandwidth in GB/s.
+    ``size_bytes`` (None: by the nodes' devices), ``seconds`` and ``timeout_s``: see
+    `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested. ``floor``:
+    of the bus bandwidth in GB/s.
     """
 
     sweep: str
     expected: tuple[str, ...]
     seed: int
-    size_bytes: int
-    slow_node: FailureClass
+    size_bytes: int | None = None
     seconds: float = 5.0
     timeout_s: float = 20.0
     join_s: float = 60.0
@@ -129,14 +130,16 @@ def coordinate(
             on_round(coordinator.step, tests)
         verdicts = blame(tests, domains)
         limit = min(limits.values(), key=lambda one: one.low, default=None)
-        findings = sweep_findings(verdicts, slow_node=settings.slow_node, limit=limit)
+        has_gpus = any(one.devices for one in fit.values())
+        slow_node = FailureClass.GPU_SLOW if has_gpus else FailureClass.HOST_SLOW
+        findings = sweep_findings(verdicts, slow_node=slow_node, limit=limit)
         findings += unmeasured_findings(tests)
         coordinator.publish(findings)
         return SweepResult(
             sweep=settings.sweep,
             nodes=tuple(sorted(fit)),
             missing={
-                node: failed().get(node, f"nothing heard of it in {settings.join_s:g} s")
+                node: failed().get(node, f"it did not join within {settings.join_s:g} s")
                 for node in sorted(set(settings.expected) - joined.keys())
             },
             unfit={node: one.unfit for node, one in joined.items() if one.unfit is not None},
@@ -211,11 +214,12 @@ class _Coordinator:
     def _order(self, pair: NodePair, joined: Mapping[str, Participant]) -> PairOrder:
         a, b = pair
         settings = self._settings
+        devices = min(joined[a].devices, joined[b].devices)
         return PairOrder(
             a=a,
             b=b,
-            devices=min(joined[a].devices, joined[b].devices),
-            size_bytes=settings.size_bytes,
+            devices=devices,
+            size_bytes=settings.size_bytes or (GPU_SIZE_BYTES if devices else CPU_SIZE_BYTES),
             seconds=settings.seconds,
             timeout_s=settings.timeout_s,
         )

@@ -55,7 +55,6 @@ class PairOrder:
     size_bytes: int
     seconds: float
     timeout_s: float
-    rail: int | None = None
 
     @property
     def nodes(self) -> NodePair:

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
 from gpuops.control.tcp.store import TcpControlStore
 
 _RETRY_S = 0.2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,9 @@ def reach(place: SweepAddress, limit_s: float) -> TcpControlStore:
             return store
 
 
-def in_thread(work: Callable[[], object]) -> Future[object]:
+def in_thread(work: Callable[[], T]) -> Future[T]:
     """Run *work* in a thread; return its result, or its error, as a future."""
-    future: Future[object] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gpuops.burnin.blame import BlameKind
-from gpuops.burnin.pairs import PairOutcome, node_pair
+from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
+from gpuops.cli.sweep_result import pair_events
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStore
 from gpuops.host.clock import SystemClock
@@ -57,6 +58,7 @@ class Fleet:
     tester: FakeTester
     findings: dict[str, Sequence[object]] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
+    devices: int = 0
 
     def join(self, *nodes: str, unfit: str | None = None) -> None:
         for node in nodes:
@@ -65,7 +67,7 @@ class Fleet:
             thread.start()
 
     def _run(self, node: str, unfit: str | None) -> None:
-        me = Participant(node=node, address=f"address of {node}", unfit=unfit)
+        me = Participant(node=node, address=f"address of {node}", unfit=unfit, devices=self.devices)
         with contextlib.suppress(LeftError):
             self.findings[node] = participate(self.store.new_handle(), me, self.tester, pause)
 
@@ -73,9 +75,7 @@ class Fleet:
         settings = SweepSettings(
             sweep="s1",
             expected=NODES,
-            slow_node=FailureClass.HOST_SLOW,
             seed=1,
-            size_bytes=8,
             seconds=1.0,
             join_s=join_s,
         )
@@ -134,7 +134,7 @@ def test_who_does_not_come_is_missing_and_who_is_unfit_is_not_tested(
     some.join("n1", "n2")
     some.join("n3", unfit="gpu_count: 7 GPUs")
     result = some.sweep(join_s=1.0)
-    assert result.missing == {"n4": "nothing heard of it in 1 s"}
+    assert result.missing == {"n4": "it did not join within 1 s"}
     assert result.unfit == {"n3": "gpu_count: 7 GPUs"}
     assert some.tester.done == [("n1", "n2")]
 
@@ -165,6 +165,14 @@ def test_a_node_that_leaves_in_the_middle_of_a_round_fails_its_pair_and_no_other
     assert "n2: it left the sweep" in result.details[bad[0].nodes]
 
 
+def test_a_test_that_measured_nothing_is_no_event_of_its_pair() -> None:
+    tests = [
+        PairTest(nodes=("n1", other), outcome=outcome, sweep="s1")
+        for other, outcome in (("n2", PairOutcome.UNKNOWN), ("n3", PairOutcome.FAIL))
+    ]
+    assert [e.payload["nodes"] for e in pair_events(tests, "n1", SystemClock())] == [["n1", "n3"]]
+
+
 def test_participants_end_when_nobody_leads(fleet: Callable[..., Fleet]) -> None:
     me = Participant(node="n1", address="here")
     with pytest.raises(CoordinatorLostError):
@@ -180,8 +188,9 @@ def test_a_pair_below_the_median_of_the_others_is_slow(fleet: Callable[..., Flee
             return replace(report, value=7.0) if "n2" in order.nodes else report
 
     four = fleet()
-    four.tester = Slow()
+    four.tester, four.devices = Slow(), 8
     four.join(*NODES)
     result = four.sweep()
+    assert [found.failure_class for found in result.findings] == [FailureClass.GPU_SLOW]
     assert [(v.kind, v.entity.id) for v in result.verdicts] == [(BlameKind.NODE, "n2")]
     assert {test.outcome for test in result.verdicts[0].evidence} == {PairOutcome.SLOW}

@@ -36,7 +36,6 @@ from gpuops.host.process.together import ParallelCommand, ParallelEnd, run_toget
 from gpuops.model import Entity, EntityKind, Event, Finding, Json, Status, UnknownReason
 
 SUITE = "burnin"
-MEASURED = "burnin.measured"
 # Imports of torch from a cold disk, a CUDA context on each GPU, memory to allocate.
 START_S = 180.0
 _LATE = 2.0
@@ -78,7 +77,7 @@ class BurninRequest:
 
 @dataclass(frozen=True, slots=True)
 class BurninWatcher:
-    """Who is told: of each test as it begins and ends, and of what could not be saved."""
+    """Callbacks: for each test as it begins and ends, and for what could not be saved."""
 
     on_start: Callable[[BurninTest, int], None] = lambda _test, _parts: None
     on_done: Callable[[TestedTest], None] = lambda _tested: None
@@ -226,7 +225,7 @@ class Burnin:
         )
 
     def measured(self) -> list[Json]:
-        """Return the payload of an event `MEASURED` for each measurement, without its run."""
+        """Return the payload of a ``burnin.measured`` for each measurement, without its run."""
         done = () if self._progress is None else self._progress.done
         profile = "none" if self._first is None else self._first.run.profile
         shape = "" if self._parts is None else self._parts.shape
@@ -283,7 +282,7 @@ def measured_json(
 
 def measured_events(payloads: Sequence[Json], run_id: str, node: str, clock: Clock) -> list[Event]:
     """Return the events of *payloads*, of the recorded check run *run_id*."""
-    from gpuops.store.events import new_event
+    from gpuops.store.events import MEASURED, new_event
 
     return [
         new_event(MEASURED, node=node, clock=clock, payload={"check_run": run_id, **payload})

@@ -1,5 +1,7 @@
 """What Xids make of a GPU: by the driver's own wish, by the catalogue, and for how long."""
 
+import re
+import statistics
 import time
 
 import pytest
@@ -343,8 +345,17 @@ def test_each_gpu_is_a_finding_and_the_worst_comes_first(read_log):
     assert [finding.status.word for finding in findings(facts)] == ["fail", "warn", "pass"]
 
 
-def test_a_storm_of_170000_lines_is_one_finding_within_its_deadline(tmp_path):
-    """200 lines a millisecond, and the ten that matter among them (a generous bound)."""
+def search_s(lines):
+    """Return the processor time of one search in each of *lines*: how quick this machine is."""
+    pattern = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+), pid=(\d+), name=(\w+)")
+    started = time.process_time()
+    for _us, line in lines:
+        pattern.search(line)
+    return time.process_time() - started
+
+
+def test_a_storm_of_170000_lines_is_one_finding_and_costs_twenty_searches_a_line(tmp_path):
+    """200 lines a millisecond, and the ten that matter among them (6 to 12 were measured)."""
     lines = [
         (n * 5, xid(45, tail=f"pid=4711, name=python, Ch {n % 64:08x}")) for n in range(170_000)
     ]
@@ -360,7 +371,7 @@ def test_a_storm_of_170000_lines_is_one_finding_within_its_deadline(tmp_path):
     assert said([finding]) == [(GPU, "fail", "gpu_hw.gsp")]
     assert "Xid 119 (GSP gave no answer in time), 10 times" in finding.message
     assert "170000 times" in finding.message
-    assert elapsed_s < 5
+    assert elapsed_s < 20 * statistics.median(search_s(lines) for _ in range(3))
 
 
 def test_a_forged_line_of_a_program_counts_for_nothing(tmp_path):

@@ -106,10 +106,14 @@ class StateSource(Protocol):
         ...
 
 
+# A new keeper disconnects the ranks that have joined before its agent begins the generation.
+_FIND_ATTEMPTS = 3
+
+
 class KeeperStateSource:
     """The state that the keeper of this node offers, from memory, a peer or the directory.
 
-    *reconnect* returns the replacement of a keeper that is gone, which is asked once more: a keeper
+    *reconnect* returns the replacement of a keeper that is gone, which is asked as well: a keeper
     that dies here may not have answered any rank. None: the ranks cannot compare their answers.
     *mapped*: images that were mapped ahead; closed with this source.
     """
@@ -132,13 +136,14 @@ class KeeperStateSource:
 
     def find(self) -> StateToLoad | None:
         self._restore_point = None
-        try:
-            restore_point = self._keeper.restore_point(self._deadline_s)
-        except KeeperGoneError:
-            if self._reconnect is None:
-                raise
-            self._keeper = self._reconnect()
-            restore_point = self._keeper.restore_point(self._deadline_s)
+        for n_left in reversed(range(_FIND_ATTEMPTS)):
+            try:
+                restore_point = self._keeper.restore_point(self._deadline_s)
+                break
+            except KeeperGoneError:
+                if self._reconnect is None or not n_left:
+                    raise
+                self._keeper = self._reconnect()
         self._restore_point = restore_point
         if restore_point is None:
             return None

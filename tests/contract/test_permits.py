@@ -1,5 +1,6 @@
 """The fuse: how many nodes may be drained for one check, held against SQLite and Postgres alike."""
 
+import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,6 +48,13 @@ def ask(store_url, node, request=None, **changes):
 
 def granted(store_url, node, request=None, **changes):
     return ask(store_url, node, request, **changes).granted
+
+
+def granted_at_last(store_url, node, request=None, **changes):
+    """Ask again where a busy machine keeps the store from answering, as the next health check."""
+    while True:
+        with contextlib.suppress(StoreUnreachableError):
+            return granted(store_url, node, request, **changes)
 
 
 def incidents(store_url):
@@ -223,7 +231,7 @@ def test_a_fuse_that_trips_again_a_day_later_is_another_incident(store_url):
 
 def test_of_many_nodes_at_once_three_are_granted(store_url):
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda n: granted(store_url, f"n{n}"), range(16)))
+        answers = list(pool.map(lambda n: granted_at_last(store_url, f"n{n}"), range(16)))
 
     assert sum(answers) == 3
     assert len(incidents(store_url)) == 1
@@ -231,7 +239,7 @@ def test_of_many_nodes_at_once_three_are_granted(store_url):
 
 def test_of_many_nodes_at_once_hardware_faults_drain_no_more_than_the_cap(store_url):
     def one(n):
-        return granted(store_url, f"n{n}", wanted(kind=HARDWARE), max_drained=7)
+        return granted_at_last(store_url, f"n{n}", wanted(kind=HARDWARE), max_drained=7)
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, range(20)))

@@ -14,12 +14,13 @@ from support import mock_nvml
 from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.mock_nvml import addresses, shape
+from support.patient import patient_install
 from support.slurm import wait_until
 
 from gpuops.gate.drain import read_diagnostic
 from gpuops.host.process.abandoned import name_of
 
-pytestmark = [pytest.mark.cc, pytest.mark.quick_disk]
+pytestmark = [pytest.mark.cc, pytest.mark.quick_disk, pytest.mark.timeout(600)]
 
 GPUS = 4
 # As boards with AMD processors have it: NVML's order is not that of the device files.
@@ -31,12 +32,18 @@ def mock(tmp_path_factory):
     return mock_nvml.build(tmp_path_factory.mktemp("nvml"))
 
 
+@pytest.fixture(scope="module")
+def install(tmp_path_factory):
+    return patient_install(tmp_path_factory.mktemp("install") / "patient")
+
+
 @dataclass
 class Hook:
     """A node that is well, and its hooks."""
 
     home: Path
     mock: object
+    install: Path
     root: FakeRoot = None
     env: dict = field(default_factory=dict)
 
@@ -50,8 +57,9 @@ class Hook:
             "GPUOPS_SPOOL": str(self.home / "spool"),
             "GPUOPS_STORE": f"sqlite:///{self.home}/store.db",
             "GPUOPS_MODE": "enforce",
-            # Busy cores: the second that a store has by itself is not what is tried here.
-            "GPUOPS_PERMIT_DEADLINE_S": "10",
+            # Busy cores: no limit of time is what is tried here.
+            "GPUOPS_PERMIT_DEADLINE_S": "60",
+            "PYTHONPATH": str(self.install),
             "SLURM_JOB_ID": "17",
         }
 
@@ -63,7 +71,7 @@ class Hook:
 
     def run(self, name, scenario, **env):
         """Return what `gpuops slurm NAME` came to where NVML answers by *scenario*."""
-        return gpuops(*self.words(name), env=self.env_of(scenario, **env))
+        return gpuops(*self.words(name), env=self.env_of(scenario, **env), cwd=self.home)
 
     def recorded(self, check):
         """Return the findings of *check* in the one run that is recorded."""
@@ -90,12 +98,12 @@ def names():
 
 
 @pytest.fixture
-def hook(tmp_path, mock):
-    return Hook(tmp_path, mock)
+def hook(tmp_path, mock, install):
+    return Hook(tmp_path, mock, install)
 
 
 @pytest.fixture
-def again(tmp_path, mock):
+def again(tmp_path, mock, install):
     """Return a function that calls another with new hooks, until that returns something true.
 
     On a busy machine NVML, or a second look at it, may give no answer within the time of a hook;
@@ -106,7 +114,7 @@ def again(tmp_path, mock):
         told = []
 
         def is_told():
-            told.append(look(Hook(tmp_path / f"{len(told)}", mock)))
+            told.append(look(Hook(tmp_path / f"{len(told)}", mock, install)))
             return told[-1]
 
         return wait_until(is_told, lambda: told)
@@ -163,7 +171,9 @@ def second_look(hook, name):
     env = hook.env_of(f"{BUSY}\ndelay_ms 10", SLURM_JOB_GPUS="0-3")
     look = name_of(f"probe gpus {hook.root.path}").encode() + b"\n"
     with subprocess.Popen(
-        [sys.executable, "-m", "gpuops", *hook.words(name)], env={**os.environ, **env}
+        [sys.executable, "-m", "gpuops", *hook.words(name)],
+        env={**os.environ, **env},
+        cwd=hook.home,
     ) as running:
         wait_until(lambda: look in names(), "NVML is not asked")
         wait_until(lambda: look not in names(), "NVML gives no answer")

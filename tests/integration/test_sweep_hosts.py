@@ -8,7 +8,7 @@ import sys
 import pytest
 from support.hosts import Host, Hosts
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -59,13 +59,18 @@ def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, t
     four_hosts.lose(n0, n1)
     four_hosts.lose(n1, n0)
     n3.throttle(20_000)
-    code, result = swept(four_hosts, tmp_path, "--timeout", "10")
-    named = {(v["kind"], v["entity"]["id"]): v["status"] for v in result["verdicts"]}
-    cut = f"{n0.address},{n1.address}"
-    assert named.keys() == {("node", n3.address), ("pair", cut)}, result
-    assert named["node", n3.address] == "fail"
+    cut, slow = ("pair", f"{n0.address},{n1.address}"), ("node", n3.address)
+    # Where this machine is so busy that all hosts are slow, nobody is slower than the others.
+    for _ in range(3):
+        code, result = swept(four_hosts, tmp_path, "--timeout", "10")
+        named = {(v["kind"], v["entity"]["id"]): v["status"] for v in result["verdicts"]}
+        assert named.keys() <= {cut, slow}, result
+        if slow in named:
+            break
+    assert named.keys() == {cut, slow}, result
+    assert named[slow] == "fail"
     assert code == 1
-    outcomes = {t["outcome"] for t in result["tests"] if ",".join(t["nodes"]) == cut}
+    outcomes = {t["outcome"] for t in result["tests"] if ",".join(t["nodes"]) == cut[1]}
     assert outcomes <= {"timeout", "fail"}
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.command import gpuops
 from support.slurm import wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 
 def test_an_administrators_drain_and_resume_are_recorded_once(cluster, history):

@@ -4,7 +4,7 @@ import pytest
 from support.mock_nvml import shape
 from support.slurm import GPUS, wait_until
 
-pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from support.command import gpuops
 from support.slurm import wait_until
 
-pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 
 def checks(history, name):

@@ -5,9 +5,9 @@ import time
 import pytest
 from support.mock_nvml import shape
 from support.one_at_a_time import hung_driver
-from support.slurm import GPUS, wait_until
+from support.slurm import GPUS, HOOK_LIMIT_S, wait_until
 
-pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 HUNG = "\ndelay_ms 600000"
 # The shipped one waits 40 s, as long as a cold driver may take.
@@ -26,6 +26,8 @@ def test_a_hung_driver_stalls_neither_job_nor_slurmd_and_a_second_hang_drains(
     site = tmp_path / "site" / "suites"
     site.mkdir(parents=True)
     (site / "followup.toml").write_text(SOON)
+    # With the shipped deadlines: this driver uses up whatever it is given.
+    node.env.pop("PYTHONPATH")
     node.set(GPUOPS_SITE_DIR=str(site.parent))
     cluster.finished(cluster.submit("exit 0", "-w", "n1"))
 
@@ -37,8 +39,8 @@ def test_a_hung_driver_stalls_neither_job_nor_slurmd_and_a_second_hang_drains(
         job_id = cluster.submit(f"touch {started}; sleep 300", "-w", "n1")
         wait_until(started.exists, "the job does not start")
 
-        # Slurm itself waits 40 s for a prolog.
-        assert time.monotonic() - begun < 30
+        # The prolog's script did not have to end it.
+        assert time.monotonic() - begun < HOOK_LIMIT_S
         assert "NOT_RESPONDING" not in cluster.state("n1")[0]
         assert cluster.drained_for("n1", "gpuops: fail gpu_driver")
         assert cluster.job(job_id)["JobState"] == "RUNNING"

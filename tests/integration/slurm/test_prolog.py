@@ -1,13 +1,12 @@
 """Our prolog in a real Slurm: who runs, who is drained, and what may go wrong without draining."""
 
 import contextlib
-import time
 
 import pytest
 from support.command import gpuops
-from support.slurm import SHIFTED, wait_until
+from support.slurm import HOOK_LIMIT_S, SHIFTED, wait_until
 
-pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 
 def test_a_healthy_node_runs_the_job(cluster, history):
@@ -34,15 +33,9 @@ def test_slurm_numbers_gpus_by_their_place_in_gres_conf_and_not_by_their_device_
 def test_an_injected_xid_79_drains_its_node_for_our_reason_and_the_job_runs_elsewhere(
     cluster, history
 ):
-    def fails_in_its_prolog():
-        # One that has no time left for its checks decides nothing, and its job starts there.
-        cluster.reset(cluster["n1"].env["GPUOPS_STORE"])
-        cluster["n1"].xid(79)
-        job_id = cluster.submit("exit 0", "--exclude=n[3-6]")
-        job = cluster.finished(job_id)
-        return (job_id, job) if job["NodeList"] != "n1" else None
-
-    job_id, job = wait_until(fails_in_its_prolog, "every prolog took too long")
+    cluster["n1"].xid(79)
+    job_id = cluster.submit("exit 0", "--exclude=n[3-6]")
+    job = cluster.finished(job_id)
     reason = cluster.drained_for("n1", "gpuops: ")
     drained = history.wait("node.drained", "n1", job_id=job_id)
     incident = history.wait("incident.recorded", "n1")
@@ -111,7 +104,7 @@ def test_whatever_is_wrong_with_gpuops_itself_the_job_starts(cluster, fault):
 
 def test_a_prolog_that_takes_too_long_drains_nothing(cluster):
     cluster["n1"].write_env("case $3 in *prolog*) exec /bin/sleep 60 ;; *) exit ;; esac\n")
-    with changed(cluster.home / "hooks" / "prolog.sh", "LIMIT_S=8", "LIMIT_S=1"):
+    with changed(cluster.home / "hooks" / "prolog.sh", f"LIMIT_S={HOOK_LIMIT_S}", "LIMIT_S=1"):
         job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
 
     assert job["JobState"] == "COMPLETED"
@@ -188,17 +181,16 @@ def test_a_tripped_fuse_lets_no_job_start_on_hardware_that_reports_a_fault(clust
 
 def test_no_command_of_slurm_is_in_the_way_of_a_job(cluster):
     calls = cluster.home / "calls"
-    cluster["n1"].use_scontrol(f"echo called >>{calls}; exec /bin/sleep 30")
+    cluster["n1"].use_scontrol(f"echo called >>{calls}; exec /bin/sleep 3000")
     job = cluster.finished(cluster.submit("exit 0", "-w", "n1"))
     assert job["JobState"] == "COMPLETED"
     assert not calls.exists()
 
     cluster["n1"].lose_gpu()
-    begun = time.monotonic()
+    # It ends while scontrol is running.
     refused = cluster.run_hook("n1")
 
     assert refused.returncode == 1
-    assert time.monotonic() - begun < 25
 
 
 def test_the_helper_outlives_its_hooks_process_group_and_a_slurmctld_that_is_down(cluster):

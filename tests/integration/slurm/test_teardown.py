@@ -10,7 +10,7 @@ from support import mock_nvml
 from support.slurm import wait_until
 from support.slurm_processes import processes_of
 
-pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.quick_disk, pytest.mark.slurm, pytest.mark.cc, pytest.mark.timeout(900)]
 
 # A job that runs, a prolog that hangs, and a helper that waits for a slurmctld that is gone.
 SESSION = """

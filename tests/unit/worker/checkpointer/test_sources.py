@@ -1,5 +1,6 @@
 """Without a keeper a state comes from the directory: the newest that verifies."""
 
+import contextlib
 import os
 import socket
 import tarfile
@@ -13,6 +14,7 @@ from support.in_process_keeper import InProcessNode
 from support.keeper_ranks import until
 from torch import nn
 
+from gpuops.checkpoint.keeper.connection import KeeperGoneError
 from gpuops.checkpoint.keeper.messages import CheckpointPolicy
 from gpuops.checkpoint.memory.shared_buffer import SharedBuffer
 from gpuops.checkpoint.storage.address import open_store
@@ -358,6 +360,25 @@ def test_what_was_mapped_ahead_is_what_is_read():
     assert mapped.is_closed
     with pytest.raises(CheckpointError, match="closed"):
         _ = elsewhere.view
+    node.close()
+
+
+class Ended:
+    """A keeper that is gone, or that disconnects its ranks as its agent begins the generation."""
+
+    def restore_point(self, _deadline_s):
+        raise KeeperGoneError("gone")
+
+
+@pytest.mark.parametrize(("n_gone", "is_found"), [(0, True), (2, True), (3, False)])
+def test_a_replacement_that_is_gone_as_well_is_replaced_once_more(n_gone, is_found):
+    node = InProcessNode()
+    keeper = node.connect()
+    keeper.set_policy(CheckpointPolicy())
+    keepers = iter([*(Ended() for _ in range(n_gone)), keeper])
+    source = KeeperStateSource(next(keepers), 1.0, lambda: next(keepers))
+    with contextlib.nullcontext() if is_found else pytest.raises(KeeperGoneError):
+        assert source.find() is None
     node.close()
 
 

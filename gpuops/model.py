@@ -225,6 +225,14 @@ class Finding:
             "shared_cause": self.shared_cause,
         }
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the finding in *data*; KeyError, TypeError, ValueError: it is none."""
+        words = {"failure_class": FailureClass, "unknown_reason": UnknownReason}
+        read: Json = {name: data[name] and kind(data[name]) for name, kind in words.items()}
+        read |= {"entity": Entity.from_json(data["entity"]), "status": Status.parse(data["status"])}
+        return cls(**{**data, **read})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:

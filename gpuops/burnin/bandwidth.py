@@ -32,3 +32,11 @@ def algbw_gbs(size_bytes: int, seconds: float) -> float:
 def busbw_gbs(collective: str, n_ranks: int, size_bytes: int, seconds: float) -> float:
     """Return the bus bandwidth in GB/s of *collective*, one of `COLLECTIVES`; see `algbw_gbs`."""
     return algbw_gbs(size_bytes, seconds) * _FACTORS[collective](n_ranks)
+
+
+def size_text(size_bytes: int) -> str:
+    """Return *size_bytes* as parameters and floors name it: ``8B``, ``16MiB``, ``8GiB``."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return f"{size_bytes}B"

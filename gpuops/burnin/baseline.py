@@ -18,7 +18,7 @@ simulates how many healthy nodes they fail, and says for which distributions.
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
@@ -54,23 +54,23 @@ class FloorStatus(StrEnum):
 class Floor:
     """The least that a healthy part measures, in ``unit``; for a latency the most.
 
-    ``driver`` and ``nccl``: the versions that it holds for, "" for any. It was learned from
-    ``results`` of ``parts`` of ``nodes``, with this ``median``; None: ``source`` is quoted.
+    Its fields are the keys of a ``[[floor]]``. ``driver`` and ``nccl``: the versions that it holds
+    for, "" for any. It was learned from ``results`` of ``parts`` of ``nodes``, with this
+    ``median``; None: ``source`` is quoted.
     """
 
-    shape: str
     test: str
-    parameters_text: str = ""
+    parameters: str = ""
     driver: str = ""
     nccl: str = ""
-    value: float
     unit: str
-    higher_is_better: bool = True
     source: str
+    value: float
+    median: float | None = None
+    higher_is_better: bool = True
     results: int = 0
     parts: int = 0
     nodes: int = 0
-    median: float | None = None
 
     @property
     def may_fail(self) -> bool:
@@ -83,6 +83,11 @@ class Floor:
             return None
         margin = max(FAIL_SHARE * self.median, FAIL_SPREADS * abs(self.median - self.value))
         return self.median - margin if self.higher_is_better else self.median + margin
+
+    def covers(self, test: str, parameters: str, unit: str) -> bool:
+        """Return whether a measurement with *parameters* has those of this floor, and its unit."""
+        has_all = {*parameters.split()}.issuperset(self.parameters.split())
+        return has_all and (self.test, self.unit) == (test, unit)
 
     def judge(self, repeats: Sequence[float]) -> FloorStatus:
         """Return how the results of *repeats* of the test, in ``unit``, compare; one at least.
@@ -102,27 +107,17 @@ class Floor:
         return result < limit if self.higher_is_better else result > limit
 
 
-def find_floor(
-    floors: Iterable[Floor], *, test: str, parameters_text: str, driver: str, nccl: str
-) -> Floor | None:
-    """Return the floor for a measurement: of its software or any, with parameters that it has.
-
-    Of several the one that names the most parameters, then the most of its software.
-    """
-    has = set(parameters_text.split())
-    fitting = [
-        floor
-        for floor in floors
-        if floor.test == test
-        and has.issuperset(floor.parameters_text.split())
-        and floor.driver in {driver, ""}
-        and floor.nccl in {nccl, ""}
-    ]
-    return max(fitting, key=_specificity, default=None)
+def floors_in_force(floors: Iterable[Floor], *, driver: str, nccl: str) -> tuple[Floor, ...]:
+    """Return those of *floors* that hold for this software, for each test the most specific one."""
+    fitting = [x for x in floors if x.driver in {driver, ""} and x.nccl in {nccl, ""}]
+    fitting.sort(key=lambda floor: bool(floor.driver) + bool(floor.nccl))
+    return tuple({_series(floor): floor for floor in fitting}.values())
 
 
-def _specificity(floor: Floor) -> tuple[int, int]:
-    return len(floor.parameters_text.split()), bool(floor.driver) + bool(floor.nccl)
+def find_floor(floors: Iterable[Floor], *, test: str, parameters: str, unit: str) -> Floor | None:
+    """Return the floor for a measurement: of several the one that names the most parameters."""
+    fitting = [floor for floor in floors if floor.covers(test, parameters, unit)]
+    return max(fitting, key=lambda floor: len(floor.parameters.split()), default=None)
 
 
 class Distribution:
@@ -174,11 +169,15 @@ class Cell(NamedTuple):
 
     shape: str
     test: str
-    parameters_text: str
+    parameters: str
     driver: str
     nccl: str
     unit: str
     higher_is_better: bool
+
+    def __str__(self) -> str:
+        text = f"{self.shape}: {self.test} {self.parameters}".rstrip()
+        return text + f", driver {self.driver}" * bool(self.driver)
 
 
 @dataclass(slots=True)
@@ -194,32 +193,14 @@ class _Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnlikeNode:
-    """A node whose results in a cell are distributed unlike the fleet's; ``median`` is its own."""
-
-    cell: Cell
-    node: str
-    similarity: float
-    median: float
-    fleet_median: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TooFew:
-    """A cell without a floor, as fewer nodes or results than needed measured it."""
-
-    cell: Cell
-    nodes: int
-    results: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What a fleet's results say; ``last_us``: when the newest was measured, 0 without any."""
+    """The floors of each shape; ``remarks``: nodes unlike their fleet, and too few results.
 
-    floors: tuple[Floor, ...]
-    unlike: tuple[UnlikeNode, ...]
-    too_few: tuple[TooFew, ...]
+    ``last_us``: when the newest result was measured, 0 without any.
+    """
+
+    floors: Mapping[str, tuple[Floor, ...]]
+    remarks: tuple[str, ...]
     last_us: int
 
 
@@ -238,20 +219,18 @@ def learn(
             sample.parts.add((item.node, item.part_id))
             sample.first_us = min(sample.first_us, item.t_us)
             sample.last_us = max(sample.last_us, item.t_us)
-    floors: list[Floor] = []
-    unlike: list[UnlikeNode] = []
-    too_few: list[TooFew] = []
+    floors: dict[str, tuple[Floor, ...]] = {}
+    remarks: list[str] = []
     for cell, sample in sorted(samples.items()):
         if len(sample.by_node) < nodes_min or sample.results < results_min:
-            too_few.append(TooFew(cell=cell, nodes=len(sample.by_node), results=sample.results))
+            few = f"{sample.results} results of {len(sample.by_node)} nodes passed"
+            remarks.append(f"no floor for {cell}: {few}")
             continue
         fleet = Distribution(value for values in sample.by_node.values() for value in values)
-        floors.append(_floor(cell, sample, fleet))
-        unlike += _unlike_nodes(cell, sample, fleet)
+        floors[cell.shape] = (*floors.get(cell.shape, ()), _floor(cell, sample, fleet))
+        remarks += _unlike_nodes(cell, sample, fleet)
     last_us = max((sample.last_us for sample in samples.values()), default=0)
-    return Learned(
-        floors=tuple(floors), unlike=tuple(unlike), too_few=tuple(too_few), last_us=last_us
-    )
+    return Learned(floors=floors, remarks=tuple(remarks), last_us=last_us)
 
 
 def _cell_of(item: "MeasurementRow") -> Cell:
@@ -270,8 +249,10 @@ def _floor(cell: Cell, sample: _Sample, fleet: Distribution) -> Floor:
     days = f"{iso_utc(sample.first_us)[:10]} to {iso_utc(sample.last_us)[:10]}"
     software = [("driver", cell.driver), ("NCCL", cell.nccl)]
     versions = [f"{name} {version}" for name, version in software if version]
+    about = cell._asdict()
+    del about["shape"]
     return Floor(
-        **cell._asdict(),
+        **about,
         value=fleet.quantile(QUANTILE if cell.higher_is_better else 1 - QUANTILE),
         source=", ".join([f"{LEARNED} {len(sample.by_node)} nodes", days, *versions]),
         results=sample.results,
@@ -281,16 +262,14 @@ def _floor(cell: Cell, sample: _Sample, fleet: Distribution) -> Floor:
     )
 
 
-def _unlike_nodes(cell: Cell, sample: _Sample, fleet: Distribution) -> Iterable[UnlikeNode]:
+def _unlike_nodes(cell: Cell, sample: _Sample, fleet: Distribution) -> Iterable[str]:
     for node, values in sorted(sample.by_node.items()):
         found = fleet.similarity(values)
         if found < SIMILARITY_MIN:
-            yield UnlikeNode(
-                cell=cell,
-                node=node,
-                similarity=found,
-                median=statistics.median(values),
-                fleet_median=fleet.median,
+            off = 100 * (statistics.median(values) / fleet.median - 1)
+            yield (
+                f"{node} is unlike its fleet in {cell}: similarity {found:.3f}, below"
+                f" {SIMILARITY_MIN}; its median is {off:+.1f} % off"
             )
 
 
@@ -333,7 +312,7 @@ def changes(before: Sequence[Floor], now: Sequence[Floor]) -> list[FloorChange]:
 
 
 def _series(floor: Floor) -> tuple[str, ...]:
-    return floor.shape, floor.test, floor.parameters_text, floor.unit
+    return floor.test, floor.parameters, floor.unit
 
 
 def _software(floor: Floor) -> tuple[str, str]:

@@ -7,7 +7,7 @@ software replace the inherited ones. `gpuops.host.trust` says which folders are 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -16,27 +16,25 @@ from typing import Any
 
 from gpuops.burnin.baseline import LEARNED, NODES_MIN, RESULTS_MIN, Floor
 from gpuops.checks.core.check import ValueBounds
+from gpuops.checks.core.inherited import base_of, load_inherited, most_specific
 from gpuops.checks.core.suite import unknown_name
-from gpuops.config.resolve import ErrorHandler, raise_error, read_toml, reject_unknown
+from gpuops.config.resolve import ErrorHandler, raise_error, reject_unknown
 from gpuops.errors import ConfigError
+from gpuops.host.records import from_json
 
 # Wider than any machine: from the slowest CPU to a rack of GPUs.
+_RANGES = {
+    "TFLOP/s": (1e-6, 1e5),
+    "GB/s": (1e-9, 1e5),
+    "us": (1e-3, 1e8),
+    "MHz": (1, 1e5),
+    "%": (1e-3, 1e4),
+}
 UNITS: Mapping[str, ValueBounds] = MappingProxyType(
-    {
-        "TFLOP/s": ValueBounds("TFLOP/s", 1e-4, 1e5, whole=False),
-        "GFLOP/s": ValueBounds("GFLOP/s", 1e-2, 1e8, whole=False),
-        "GB/s": ValueBounds("GB/s", 1e-9, 1e5, whole=False),
-        "MB/s": ValueBounds("MB/s", 1e-3, 1e8, whole=False),
-        "us": ValueBounds("microseconds", 1e-3, 1e8, whole=False),
-        "ms": ValueBounds("milliseconds", 1e-6, 1e6, whole=False),
-        "s": ValueBounds("seconds", 1e-9, 1e5, whole=False),
-    }
+    {unit: ValueBounds(unit, low, high, whole=False) for unit, (low, high) in _RANGES.items()}
 )
 NEIGHBOUR_FACTOR = 1000.0
-_KEYS = ("about", "inherits", "shape", "verified", "until", "nodes_min", "results_min", "floor")
-_TEXTS = ("test", "parameters", "driver", "nccl", "unit", "source")
-_COUNTS = ("results", "parts", "nodes")
-_FLOOR_KEYS = (*_TEXTS, "value", "median", "higher_is_better", *_COUNTS)
+_HEAD = ("about", "shape", "verified", "until", "nodes_min", "results_min")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +66,7 @@ def load_baselines(
     Raises:
         ConfigError: Malformed TOML, an unknown key, a value of another type or unit, no source.
     """
-    found: dict[str, Baseline] = {}
-    for directory in directories:
-        earlier = dict(found)
-        for path in sorted(directory.glob("*.toml")):
-            try:
-                found[path.stem] = parse_baseline(path, read_toml(path), earlier, on_error)
-            except ConfigError as exc:
-                on_error(exc)
-    return found
+    return load_inherited(directories, parse_baseline, on_error)
 
 
 def parse_baseline(
@@ -93,43 +83,26 @@ def parse_baseline(
         ConfigError: See `load_baselines`; or it names no shape.
     """
     where = f"the baseline {path}"
-    reject_unknown(table, _KEYS, where, on_error)
-    base = table.get("inherits")
-    if base is not None and (not isinstance(base, str) or base not in earlier):
-        on_error(
-            ConfigError(f"inherits of {where}: {unknown_name('baseline', str(base), earlier)}")
-        )
-        base = None
-    stated = {name: table[name] for name in _KEYS if name in table and name != "floor"}
-    problem = _problem_of_head(stated)
-    shape = str(stated.get("shape", "" if base is None else earlier[base].shape))
-    if problem is None and not shape:
-        problem = 'it must name the shape of its machines: shape = "h100-sxm"'
-    if problem is not None:
-        raise ConfigError(f"{where}: {problem}")
-    start = Baseline(name=path.stem, shape=shape) if base is None else earlier[base]
-    head = {**stated, "name": path.stem, "path": str(path), "shape": shape, "inherits": base or ""}
-    baseline = replace(start, **head)
-    if start.shape != shape:
-        text = f"{where}: its shape is {shape!r}, and that of {base!r}, its base, {start.shape!r}"
-        raise ConfigError(f"{text}: floors hold for one shape")
+    reject_unknown(table, (*_HEAD, "inherits", "floor"), where, on_error)
+    base = base_of("baseline", table, earlier, where, on_error)
+    head = {} if base is None else {name: getattr(base, name) for name in _HEAD}
+    head |= {name: table[name] for name in _HEAD if name in table}
+    head |= {"name": path.stem, "path": str(path), "inherits": "" if base is None else base.name}
+    try:
+        baseline = from_json(Baseline, head, where)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+    if not baseline.shape or (base is not None and base.shape != baseline.shape):
+        text = f"{where}: its shape is {baseline.shape!r}"
+        its_base = "" if base is None else f", and that of {base.name!r}, its base, {base.shape!r}"
+        raise ConfigError(f"{text}{its_base}: floors hold for one shape")
     own = _floors(table.get("floor", []), baseline, where, on_error)
-    merged = {_key(floor): floor for floor in (*start.floors, *own)}
+    merged = {_key(floor): floor for floor in (*(base.floors if base else ()), *own)}
     return replace(baseline, floors=tuple(merged.values()))
 
 
-def _problem_of_head(stated: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the keys beside the floors, or None."""
-    kinds = {"verified": bool, "until": date, "nodes_min": int, "results_min": int}
-    for name, value in stated.items():
-        kind = kinds.get(name, str)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            return f"{name} is not a {kind.__name__}, got {value!r}"
-    return None
-
-
 def _key(floor: Floor) -> tuple[str, ...]:
-    return floor.test, floor.parameters_text, floor.driver, floor.nccl
+    return floor.test, floor.parameters, floor.driver, floor.nccl
 
 
 def _floors(
@@ -140,53 +113,41 @@ def _floors(
         return
     for number, table in enumerate(tables, 1):
         place = f"floor {number} of {where}"
-        if not isinstance(table, dict):
-            on_error(ConfigError(f"{place}: it is not a table"))
-            continue
-        reject_unknown(table, _FLOOR_KEYS, place, on_error)
         try:
-            yield _floor(table, baseline)
-        except ValueError as exc:
-            about = " ".join(str(table.get(name, "")) for name in ("test", "parameters")).strip()
-            on_error(ConfigError(f"{place} ({about}): {exc}"))
+            floor = from_json(Floor, table, place)
+        except (ConfigError, ValueError) as exc:
+            on_error(ConfigError(str(exc)))
+            continue
+        floor = replace(floor, parameters=" ".join(sorted(floor.parameters.split())))
+        problem = _problem_of_values(floor) or _problem_of_floor(floor, baseline)
+        if problem is None:
+            yield floor
+        else:
+            about = f"{floor.test} {floor.parameters}".strip()
+            on_error(ConfigError(f"{place} ({about}): {problem}"))
 
 
-def _floor(table: Mapping[str, Any], baseline: Baseline) -> Floor:
-    texts = {name: table.get(name, "") for name in _TEXTS}
-    for name, text in texts.items():
-        if not isinstance(text, str) or (not text and name in {"test", "unit", "source"}):
-            raise ValueError(f"{name} must be a text{'' if text else ' that is not empty'}")
-    counts = {name: table.get(name, 0) for name in _COUNTS}
-    for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise ValueError(f"{name} must be a whole number, got {count!r}")
-    higher_is_better = table.get("higher_is_better", True)
-    if not isinstance(higher_is_better, bool):
-        text = f"higher_is_better is true or false, got {higher_is_better!r}"
-        raise ValueError(text)  # noqa: TRY004 one error kind
-    bounds = UNITS.get(texts["unit"])
+def _problem_of_values(floor: Floor) -> str | None:
+    if not floor.test.strip() or not floor.source.strip():
+        return "test and source must not be empty"
+    if min(floor.results, floor.parts, floor.nodes) < 0:
+        return "results, parts and nodes must not be below zero"
+    bounds = UNITS.get(floor.unit)
     if bounds is None:
-        raise ValueError(unknown_name("unit", texts["unit"], UNITS))
-    median = table.get("median")
-    parameters = texts.pop("parameters")
-    floor = Floor(
-        shape=baseline.shape,
-        parameters_text=" ".join(sorted(parameters.split())),
-        value=bounds.check(table.get("value")),
-        median=None if median is None else bounds.check(median),
-        higher_is_better=higher_is_better,
-        **texts,
-        **counts,
-    )
-    problem = _problem_of_floor(floor, baseline)
-    if problem is not None:
-        raise ValueError(problem)
-    return floor
+        return unknown_name("unit", floor.unit, UNITS)
+    try:
+        for value in (floor.value, floor.median):
+            if value is not None:
+                bounds.check(value)
+    except ValueError as exc:
+        return str(exc)
+    return None
 
 
 def _problem_of_floor(floor: Floor, baseline: Baseline) -> str | None:
     if floor.median is None:
-        return "a learned floor has the median of its results" if _is_learned(floor) else None
+        is_learned = floor.source.startswith(LEARNED)
+        return "a learned floor has the median of its results" if is_learned else None
     if floor.nodes < baseline.nodes_min or floor.results < baseline.results_min:
         return (
             f"it was learned from {floor.results} results of {floor.nodes} nodes; this baseline"
@@ -201,10 +162,6 @@ def _problem_of_floor(floor: Floor, baseline: Baseline) -> str | None:
     return None
 
 
-def _is_learned(floor: Floor) -> bool:
-    return floor.source.startswith(LEARNED)
-
-
 def outliers(baseline: Baseline) -> Iterator[str]:
     """Yield what is wrong with floors that only their neighbours show.
 
@@ -216,7 +173,7 @@ def outliers(baseline: Baseline) -> Iterator[str]:
         groups.setdefault((floor.test, *_variant(floor)), []).append(floor)
     for group in groups.values():
         for floor in group:
-            about = f"{floor.test} {floor.parameters_text}".strip()
+            about = f"{floor.test} {floor.parameters}".strip()
             others = [other for other in group if other is not floor]
             same_unit = [other for other in others if other.unit == floor.unit]
             if others and not same_unit:
@@ -231,7 +188,7 @@ def outliers(baseline: Baseline) -> Iterator[str]:
 
 def _variant(floor: Floor) -> Iterator[str]:
     """Yield the names of its parameters, and the values of those that change what is measured."""
-    for parameter in floor.parameters_text.split():
+    for parameter in floor.parameters.split():
         name, _, value = parameter.partition("=")
         yield parameter if name in {"work", "kernel", "collective"} and value else name
 
@@ -243,9 +200,7 @@ def baseline_for(
 
     Of one and one that inherits from it, the more specific one wins.
     """
-    found = [item for item in baselines.values() if item.shape == shape]
-    inherited = {item.inherits for item in found if item.inherits != item.name}
-    found = [item for item in found if item.name not in inherited]
+    found = most_specific(item for item in baselines.values() if item.shape == shape)
     if len(found) < 2:
         return (found[0] if found else None), None
     which = " and ".join(f"{item.name!r} ({item.path})" for item in found)
@@ -255,27 +210,37 @@ def baseline_for(
     )
 
 
+def checked_baseline(
+    baselines: Mapping[str, Baseline], shape: str
+) -> tuple[Baseline | None, str | None]:
+    """Return the baseline of machines of *shape*, and why there is none.
+
+    Raises:
+        ConfigError: One of its floors is far off its neighbours.
+    """
+    found, problem = baseline_for(baselines, shape)
+    if found is None:
+        shapes = ", ".join(sorted({item.shape for item in baselines.values()})) or "none"
+        text = f"no baseline has the shape {shape!r} (there is: {shapes})"
+        return None, f"{problem or text}; only parts of this node are compared"
+    for text in outliers(found):
+        raise ConfigError(f"the baseline {found.path}: {text}")
+    return found, None
+
+
 def baseline_text(baseline: Baseline) -> str:
     """Return the TOML of *baseline*, which `parse_baseline` reads as the same again."""
-    head = {
-        "about": baseline.about or None,
-        "inherits": baseline.inherits or None,
-        "shape": baseline.shape,
-        "verified": baseline.verified,
-        "until": baseline.until,
-        "nodes_min": baseline.nodes_min,
-        "results_min": baseline.results_min,
-    }
-    lines = [f"{name} = {_toml(value)}" for name, value in head.items() if value is not None]
-    for floor in baseline.floors:
-        lines += ["", "[[floor]]"]
-        values = {item.name: getattr(floor, item.name) for item in fields(Floor)}
-        values["parameters"] = values.pop("parameters_text")
-        shown = {name: values[name] for name in _FLOOR_KEYS}
-        left_out = {name for name in shown if shown[name] in ("", None)}
-        left_out |= {"higher_is_better"} if floor.higher_is_better else set()
-        lines += [f"{name} = {_toml(x)}" for name, x in shown.items() if name not in left_out]
-    return "\n".join(lines) + "\n"
+    tables = ["".join(_lines(baseline, {"name", "path", "floors"}))]
+    tables += ["[[floor]]\n" + "".join(_lines(floor)) for floor in baseline.floors]
+    return "\n".join(tables)
+
+
+def _lines(record: Baseline | Floor, left_out: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each field that has not its default."""
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if value != item.default and item.name not in left_out:
+            yield f"{item.name} = {_toml(value)}\n"
 
 
 def _toml(value: object) -> str:

@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from gpuops.host.records import to_json
 from gpuops.model import Entity, Json
 
 VALUES_MAX = 10_000
+
+
+def canonical(parameters: Mapping[str, str]) -> str:
+    """Return *parameters* as one text: ``"dtype=bf16 size=8192"``."""
+    return " ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +35,7 @@ class Measurement:
 
     @property
     def parameters_text(self) -> str:
-        """Return the parameters as one canonical text: ``"dtype=bf16 size=8192"``."""
-        return " ".join(f"{name}={value}" for name, value in sorted(self.parameters.items()))
+        return canonical(self.parameters)
 
     @property
     def is_measured(self) -> bool:
@@ -51,14 +56,8 @@ class Measurement:
         return 100 * (high - low) / self.median
 
     def to_json(self) -> Json:
-        return {
-            "test": self.test,
-            "part": self.part.to_json(),
-            "parameters": dict(self.parameters),
-            "values": list(self.values),
-            "unit": self.unit,
-            "higher_is_better": self.higher_is_better,
-        }
+        body: Json = to_json(self)
+        return body
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -84,6 +84,7 @@ Record = (
     | ProgramEnd
 )
 _KINDS: Mapping[str, type] = {
+    "measurement": Measurement,
     "wrong": WrongResult,
     "digest": ResultDigest,
     "not_measured": NotMeasured,
@@ -92,13 +93,10 @@ _KINDS: Mapping[str, type] = {
     "end": ProgramEnd,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_MEASUREMENT = "measurement"
 
 
 def to_line(record: Record) -> str:
     """Return *record* as one line of JSON, without a newline."""
-    if isinstance(record, Measurement):
-        return json.dumps({"record": _MEASUREMENT, **record.to_json()})
     return json.dumps({"record": _NAMES[type(record)], **to_json(record)})
 
 
@@ -111,7 +109,7 @@ def parse_line(line: bytes) -> Record:
     try:
         body = dict(json.loads(line))
         name = body.pop("record")
-        if name == _MEASUREMENT:
+        if _KINDS[name] is Measurement:
             return Measurement.from_json(body)
         record: Record = from_json(_KINDS[name], body, f"a line of {name!r}")
     except (KeyError, TypeError, AttributeError, RecursionError, ConfigError) as exc:
@@ -133,18 +131,17 @@ class ProgramOutput:
     reason: UnknownReason | None = None
     problem: str = ""
 
-    def add_line(self, line: bytes) -> Record | None:
-        """Keep the record in *line* and return it; count a line that holds none."""
+    def add_line(self, line: bytes) -> None:
+        """Keep the record in *line*; count a line that is not empty and holds none."""
         try:
             record = parse_line(line)
         except ValueError:
+            self.garbage += bool(line.strip())
+            return
+        if len(self.records) < RECORDS_MAX:
+            self.records.append(record)
+        else:
             self.garbage += 1
-            return None
-        if len(self.records) >= RECORDS_MAX:
-            self.garbage += 1
-            return None
-        self.records.append(record)
-        return record
 
     def of(self, kind: type[_R]) -> list[_R]:
         """Return the records of *kind*, in order."""

@@ -1,11 +1,9 @@
 """``gpuops baseline``: floors learned from the fleet's own results."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, date, datetime, timedelta
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -13,8 +11,6 @@ from gpuops.burnin.baseline import (
     MOVED_PERCENT,
     NODES_MIN,
     RESULTS_MIN,
-    SIMILARITY_MIN,
-    Cell,
     Floor,
     FloorChange,
     Learned,
@@ -32,55 +28,24 @@ from gpuops.cli.history import open_history, print_notes
 from gpuops.cli.options import (
     OutputFile,
     json_option,
-    option_callback,
+    parse_since,
     settings_of,
+    since_option,
     store_option,
 )
 from gpuops.config.resolve import Settings
 from gpuops.errors import EXIT_OK, EXIT_TRY_LATER, UsageError
 from gpuops.host.clock import SystemClock
+from gpuops.host.records import to_json
 from gpuops.host.trust import atomic_write, check_folders, current_uid
 from gpuops.log import printable
 from gpuops.model import Json, envelope
 from gpuops.report.render.layout import WIDTH, table
 from gpuops.resources import data_dir
 from gpuops.store.queries.burnin_queries import passed_measurements
-from gpuops.units import US_PER_S, iso_utc, parse_iso_utc, parse_seconds
+from gpuops.units import US_PER_S, iso_utc
 
-F = TypeVar("F", bound=Callable[..., object])
-LEARN_DAYS = 90
-_SHOWN_MAX = 20
-
-
-def _parse_since(text: str) -> int:
-    """Return the microseconds since the epoch of a day, or of so long ago."""
-    try:
-        return parse_iso_utc(text)
-    except ValueError:
-        return SystemClock().now_us() - round(parse_seconds(text) * US_PER_S)
-
-
-def since_option(default: str) -> Callable[[F], F]:
-    """Return the option that says from when on results count; *default* for people."""
-    return click.option(
-        "--since",
-        "since_us",
-        metavar="DAY|TIME",
-        callback=option_callback(_parse_since),
-        help=f"Only results since this day (2026-11-01) or for so long (28d); default: {default}.",
-    )
-
-
-def count_option(flag: str, default: int, what: str) -> Callable[[F], F]:
-    """Return an option of *what* a floor needs, at least."""
-    return click.option(
-        flag,
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=True,
-        metavar="N",
-        help=f"{what} that a floor needs.",
-    )
+_LEARN_SINCE = "90d"
 
 
 @click.group(epilog="Example: gpuops baseline learn --out h100.toml")
@@ -90,15 +55,26 @@ def baseline() -> None:
 
 @baseline.command("learn", epilog="Example: gpuops baseline learn --since 28d --out h100.toml")
 @click.option("--shape", metavar="SHAPE", help="Only machines of this shape, as `show` names them.")
-@since_option(f"{LEARN_DAYS}d")
-@count_option("--nodes-min", NODES_MIN, "Nodes")
-@count_option("--results-min", RESULTS_MIN, "Results")
+@since_option(_LEARN_SINCE)
+@click.option(
+    "--nodes-min",
+    type=click.IntRange(min=1),
+    default=NODES_MIN,
+    show_default=True,
+    help="Nodes that a floor needs.",
+)
+@click.option(
+    "--results-min",
+    type=click.IntRange(min=1),
+    default=RESULTS_MIN,
+    show_default=True,
+    help="Results that a floor needs.",
+)
 @click.option(
     "--out", metavar="FILE", type=OutputFile(), help="Output file; default: standard output."
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @store_option
-@json_option
 @click.pass_context
 def learn_command(
     ctx: click.Context,
@@ -110,7 +86,6 @@ def learn_command(
     out: Path | None,
     force: bool,
     store: str | None,
-    as_json: bool,
 ) -> int:
     """Write a baseline: floors from what root measured on nodes whose burn-in passed.
 
@@ -120,47 +95,42 @@ def learn_command(
     """
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out} exists; use --force to replace it")
-    now_us = SystemClock().now_us()
-    since_us = now_us - LEARN_DAYS * 86_400 * US_PER_S if since_us is None else since_us
+    since_us = parse_since(_LEARN_SINCE) if since_us is None else since_us
     found = _learn(ctx, store, since_us, shape, (nodes_min, results_min))
-    shapes = sorted({floor.shape for floor in found.floors})
-    if len(shapes) > 1:
-        raise UsageError(f"the store has several shapes; name one with --shape: {_list(shapes)}")
-    for line in _remarks(found):
-        click.echo(f"gpuops: {printable(line)}", err=True)
-    if not shapes:
+    if not found.floors:
         return EXIT_TRY_LATER
+    if len(found.floors) > 1:
+        shapes = ", ".join(map(repr, sorted(found.floors)))
+        raise UsageError(f"the store has several shapes; name one with --shape: {shapes}")
+    ((shape, floors),) = found.floors.items()
     # What was not measured here keeps the figure of others, which only warns.
-    quoted, _ = baseline_for(load_baselines([data_dir("checks") / "baselines"]), shapes[0])
+    quoted, _ = baseline_for(load_baselines([data_dir("checks") / "baselines"]), shape)
     made = Baseline(
-        name=shapes[0] if out is None else out.stem,
+        name=shape if out is None else out.stem,
         inherits="" if quoted is None else quoted.name,
-        about=f"learned by `gpuops baseline learn` on {iso_utc(now_us)[:10]}",
-        shape=shapes[0],
+        about=f"learned by `gpuops baseline learn` on {iso_utc(SystemClock().now_us())[:10]}",
+        shape=shape,
         verified=True,
         until=datetime.fromtimestamp(found.last_us // US_PER_S, UTC).date(),
         nodes_min=nodes_min,
         results_min=results_min,
-        floors=found.floors,
+        floors=floors,
     )
-    if out is not None:
-        try:
-            atomic_write(out, baseline_text(made).encode(), 0o644)
-        except OSError as exc:
-            raise UsageError(f"cannot write {out}: {exc.strerror}") from exc
-    if as_json:
-        body = {**_baseline_json(made), **_learned_json(found), "file": out and str(out)}
-        click.echo(json.dumps(envelope("gpuops.baseline-learned/1", body), indent=2))
-    elif out is None:
+    if out is None:
         click.echo(baseline_text(made), nl=False)
-    else:
-        click.echo(f"wrote {out}: {len(found.floors)} floors of {printable(shapes[0])}")
+        return EXIT_OK
+    try:
+        atomic_write(out, baseline_text(made).encode(), 0o644)
+    except OSError as exc:
+        raise UsageError(f"cannot write {out}: {exc.strerror}") from exc
+    click.echo(f"wrote {out}: {len(floors)} floors of {printable(shape)}")
     return EXIT_OK
 
 
 def _learn(
     ctx: click.Context, store: str | None, since_us: int, shape: str | None, least: tuple[int, int]
 ) -> Learned:
+    """Return what the store says; what people should know about it goes to standard error."""
     cluster = settings_of(ctx).cluster
     with open_history(ctx, store, None) as opened:
         with opened.begin() as connection:
@@ -169,37 +139,10 @@ def _learn(
             )
             found = learn(results, nodes_min=least[0], results_min=least[1])
         print_notes(opened)
+    nothing = "nothing to learn from: the store has no burn-in of root's that passed since then"
+    for text in found.remarks or (() if found.floors else (nothing,)):
+        click.echo(f"gpuops: {printable(text)}", err=True)
     return found
-
-
-def _list(words: Sequence[str]) -> str:
-    return ", ".join(map(repr, words))
-
-
-def _about(cell: Cell) -> str:
-    text = f"{cell.shape}: {cell.test} {cell.parameters_text}".rstrip()
-    return text + f", driver {cell.driver}" * bool(cell.driver)
-
-
-def _remarks(found: Learned) -> list[str]:
-    """Return what people should know about what was, and what was not, learned."""
-    lines = []
-    for item in found.unlike:
-        moved = 100 * (item.median / item.fleet_median - 1)
-        lines.append(
-            f"{item.node} is unlike its fleet in {_about(item.cell)}: similarity"
-            f" {item.similarity:.3f}, below {SIMILARITY_MIN}; its median is {moved:+.1f} % off"
-        )
-    lines += [
-        f"no floor for {_about(item.cell)}: {item.results} results of {item.nodes} nodes passed"
-        for item in found.too_few
-    ]
-    if not found.floors and not found.too_few:
-        lines.append(
-            "nothing to learn from: the store has no burn-in of root's that passed since then"
-        )
-    more = len(lines) - _SHOWN_MAX
-    return lines if more <= 1 else [*lines[:_SHOWN_MAX], f"and {more} more; --json has them all"]
 
 
 @baseline.command("show", epilog="Example: gpuops baseline show h100-sxm")
@@ -211,8 +154,9 @@ def show_command(ctx: click.Context, name: str | None, *, as_json: bool) -> None
     baselines = _load(settings_of(ctx))
     shown = list(baselines.values()) if name is None else [_named(baselines, name)]
     if as_json:
-        body = {"baselines": [_baseline_json(item) for item in shown]}
-        click.echo(json.dumps(envelope("gpuops.baselines/1", body), indent=2))
+        bodies = [{**to_json(x), "floors": [_floor_json(y) for y in x.floors]} for x in shown]
+        body = envelope("gpuops.baselines/1", {"baselines": bodies})
+        click.echo(json.dumps(body, indent=2, default=str))
     elif name is None:
         rows = [
             (x.name, x.shape, str(len(x.floors)), "yes" if x.verified else "no", x.path)
@@ -227,10 +171,10 @@ def show_command(ctx: click.Context, name: str | None, *, as_json: bool) -> None
 def _floors_text(found: Baseline) -> str:
     rows = [
         (
-            f"{floor.test} {floor.parameters_text}".rstrip(),
+            f"{floor.test} {floor.parameters}".rstrip(),
             f"{floor.value:.4g}",
-            "-" if floor.median is None else f"{floor.median:.4g}",
-            f"{floor.fail_bound:.4g}" if floor.fail_bound and floor.may_fail else "-",
+            _number(floor.median),
+            _number(floor.fail_bound if floor.may_fail else None),
             floor.unit,
             str(floor.results),
             floor.source,
@@ -274,55 +218,45 @@ def diff_command(
     """
     before = _named(_load(settings_of(ctx)), name)
     if since_us is None:
-        since_us = _day_after(before.until)
+        day = before.until and (before.until + timedelta(days=1)).isoformat()
+        since_us = parse_since(day or _LEARN_SINCE)
     found = _learn(ctx, store, since_us, before.shape, (before.nodes_min, before.results_min))
-    compared = changes(before.floors, found.floors)
+    now = found.floors.get(before.shape, ())
+    compared = changes(before.floors, now)
     if as_json:
-        body = {
-            "name": before.name,
-            "since": iso_utc(since_us),
-            "changes": [_change_json(item) for item in compared],
-            **_learned_json(found),
-        }
+        rows = [_change_json(item) for item in compared]
+        body = {"name": before.name, "since": iso_utc(since_us), "changes": rows}
         click.echo(json.dumps(envelope("gpuops.baseline-diff/1", body), indent=2))
-        return EXIT_OK if found.floors else EXIT_TRY_LATER
-    for line in _remarks(found):
-        click.echo(f"gpuops: {printable(line)}", err=True)
-    if not found.floors:
-        return EXIT_TRY_LATER
+    elif now:
+        click.echo(_changes_text(compared))
+    return EXIT_OK if now else EXIT_TRY_LATER
+
+
+def _changes_text(compared: Sequence[FloorChange]) -> str:
     moved = [item for item in compared if item.is_moved]
     head = ("test", "median", "then", "moved", "unit", "with")
     rows = [_change_row(item) for item in sorted(moved, key=lambda x: -abs(x.percent or 0))]
-    if rows:
-        click.echo(table(head, rows, right=(1, 2, 3), width=2 * WIDTH))
-    rest = len(compared) - len(moved)
-    click.echo(f"{rest} of {len(compared)} floors moved by less than {MOVED_PERCENT:g} %")
-    return EXIT_OK
-
-
-def _day_after(day: date | None) -> int:
-    if day is None:
-        return _parse_since(f"{LEARN_DAYS}d")
-    return parse_iso_utc((day + timedelta(days=1)).isoformat())
+    lines = [table(head, rows, right=(1, 2, 3), width=2 * WIDTH)] if rows else []
+    rest = f"{len(compared) - len(moved)} of {len(compared)} floors moved by less than"
+    return "\n".join([*lines, f"{rest} {MOVED_PERCENT:g} %"])
 
 
 def _change_row(change: FloorChange) -> tuple[str, ...]:
-    before, now = change.before, change.now
+    before, now, percent = change.before, change.now, change.percent
     about = now or before
     assert about is not None
-    percent = change.percent
     return (
-        f"{about.test} {about.parameters_text}".rstrip(),
-        _typical(now),
-        _typical(before),
+        f"{about.test} {about.parameters}".rstrip(),
+        _number(None if now is None else now.median),
+        _number(None if before is None else before.median),
         f"{percent:+.1f} %" if percent is not None else "new" if before is None else "not measured",
         about.unit,
         _software_change(change),
     )
 
 
-def _typical(floor: Floor | None) -> str:
-    return "-" if floor is None or floor.median is None else f"{floor.median:.4g}"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _software_change(change: FloorChange) -> str:
@@ -336,21 +270,7 @@ def _software_change(change: FloorChange) -> str:
 
 
 def _floor_json(floor: Floor) -> Json:
-    body = asdict(floor)
-    body["parameters"] = body.pop("parameters_text")
-    return {**body, "fail_bound": floor.fail_bound, "may_fail": floor.may_fail}
-
-
-def _baseline_json(item: Baseline) -> Json:
-    until = item.until and item.until.isoformat()
-    return {**asdict(item), "until": until, "floors": [_floor_json(x) for x in item.floors]}
-
-
-def _learned_json(found: Learned) -> Json:
-    return {
-        "unlike": [{**asdict(item), "cell": item.cell._asdict()} for item in found.unlike],
-        "too_few": [{**asdict(item), "cell": item.cell._asdict()} for item in found.too_few],
-    }
+    return {**to_json(floor), "fail_bound": floor.fail_bound, "may_fail": floor.may_fail}
 
 
 def _change_json(change: FloorChange) -> Json:

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from gpuops.config.resolve import ErrorHandler, Settings, environ, raise_error, resolve
+from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid, is_system_root, refuse_foreign_file
+from gpuops.units import US_PER_S, parse_iso_utc, parse_seconds
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def settings_of(
@@ -84,6 +88,25 @@ def option_callback(parse: Callable[[str], object]) -> OptionCallback:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 store_option = click.option("--store", metavar="URL", help="The incident store's URL.")
+
+
+def parse_since(text: str) -> int:
+    """Return the microseconds since the epoch of a day, or of so long ago."""
+    try:
+        return parse_iso_utc(text)
+    except ValueError:
+        return SystemClock().now_us() - round(parse_seconds(text) * US_PER_S)
+
+
+def since_option(default: str) -> Callable[[F], F]:
+    """Return the option that says from when on results count; *default* for people."""
+    return click.option(
+        "--since",
+        "since_us",
+        metavar="DAY|TIME",
+        callback=option_callback(parse_since),
+        help=f"Only results since this day (2026-11-01) or for so long (28d); default: {default}.",
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from gpuops.burnin.measurement import Measurement
 from gpuops.errors import UsageError
 from gpuops.host.trust import atomic_write, read_json
-from gpuops.model import Entity, FailureClass, Finding, Json, Status, UnknownReason
+from gpuops.model import Finding, Json
 
 _SCHEMA = "gpuops.burnin-progress/1"
 _BYTES_MAX = 64 * 2**20
@@ -100,27 +100,9 @@ def _progress(body: Mapping[str, Any]) -> BurninProgress:
         done=tuple(
             TestedTest(
                 name=str(item["name"]),
-                findings=tuple(_finding(found) for found in item["findings"]),
+                findings=tuple(map(Finding.from_json, item["findings"])),
                 measurements=tuple(Measurement.from_json(each) for each in item["measurements"]),
             )
             for item in body["done"]
         ),
-    )
-
-
-def _finding(body: Mapping[str, Any]) -> Finding:
-    failure_class, reason = body["failure_class"], body["unknown_reason"]
-    return Finding(
-        check=str(body["check"]),
-        entity=Entity.from_json(body["entity"]),
-        status=Status.parse(body["status"]),
-        message=str(body["message"]),
-        value=body["value"],
-        unit=body["unit"],
-        threshold=body["threshold"],
-        source=body["source"],
-        failure_class=failure_class and FailureClass(failure_class),
-        unknown_reason=reason and UnknownReason(reason),
-        hardware_reported=body["hardware_reported"] is True,
-        shared_cause=body["shared_cause"] is True,
     )

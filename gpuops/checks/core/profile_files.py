@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from gpuops import hostlist
 from gpuops.checks.core.check import ValueBounds
+from gpuops.checks.core.inherited import base_of, load_inherited, most_specific
 from gpuops.checks.core.profile import (
     NO_PROFILE,
     Expectation,
@@ -20,7 +21,7 @@ from gpuops.checks.core.profile import (
     TextExpectation,
 )
 from gpuops.checks.core.suite import unknown_name
-from gpuops.config.resolve import ErrorHandler, raise_error, read_toml, reject_unknown
+from gpuops.config.resolve import ErrorHandler, raise_error, reject_unknown
 from gpuops.errors import ConfigError
 from gpuops.resources import data_dir
 from gpuops.rules import safe_pattern
@@ -71,15 +72,7 @@ def load_profiles(
     Raises:
         ConfigError: Malformed TOML, an unknown key, a value of another type or unit, no source.
     """
-    found: dict[str, Profile] = {}
-    for directory in directories:
-        earlier = dict(found)
-        for path in sorted(directory.glob("*.toml")):
-            try:
-                found[path.stem] = parse_profile(path, read_toml(path), earlier, on_error)
-            except ConfigError as exc:
-                on_error(exc)
-    return found
+    return load_inherited(directories, parse_profile, on_error)
 
 
 def parse_profile(
@@ -109,12 +102,9 @@ def parse_profile(
         expected["match"] = _match(table["match"], f"match of {where}", on_error)
     if "about" in table:
         expected["about"] = str(table["about"])
-    base = table.get("inherits")
-    if base is not None and (not isinstance(base, str) or base not in earlier):
-        on_error(ConfigError(f"inherits of {where}: {unknown_name('profile', str(base), earlier)}"))
-        base = None
-    start = Profile(name=path.stem) if base is None else earlier[base]
-    return replace(start, name=path.stem, path=str(path), inherits=base or "", **expected)
+    base = base_of("profile", table, earlier, where, on_error)
+    own = {**expected, "path": str(path), "inherits": "" if base is None else base.name}
+    return replace(base or Profile(name=path.stem), name=path.stem, **own)
 
 
 def _shipped_folder() -> Path:
@@ -210,9 +200,8 @@ def profile_for(
         if named not in profiles:
             raise ConfigError(f"check.profile: {unknown_name('profile', named, profiles)}")
         return profiles[named], None
-    found = [item for item in profiles.values() if fits(item.match, node, gpu_names, gpu_count)]
-    inherited = {item.inherits for item in found if item.inherits != item.name}
-    found = [item for item in found if item.name not in inherited]
+    matching = (x for x in profiles.values() if fits(x.match, node, gpu_names, gpu_count))
+    found = most_specific(matching)
     match found:
         case [profile]:
             return profile, None

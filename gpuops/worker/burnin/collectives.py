@@ -10,62 +10,96 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from gpuops.burnin.bandwidth import busbw_gbs
-from gpuops.burnin.measurement import Measurement
-from gpuops.burnin.results import NotMeasured, WrongResult
+from gpuops.burnin.bandwidth import busbw_gbs, size_text
+from gpuops.burnin.measurement import canonical
 from gpuops.model import Entity, EntityKind, UnknownReason
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, arguments, run_program
+from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter, arguments, run_program
 
 TEST = "collectives"
-REPEATS = 5
-CALLS_MAX = 10_000
+_WARM_UP = 2
+_REPEATS_MIN, _REPEATS_MAX = 5, 2000
 _MIB = 2**20
 _CPU_SIZES = (8, _MIB, 16 * _MIB)
 _GPU_SIZES = (8, _MIB, 64 * _MIB, 1024 * _MIB, 8192 * _MIB)
+# Sent, received, expected, their pattern, and what compares them.
+_BUFFERS = 5
 _FLOAT = 4
+# Sums of these are exact in fp32 for up to 364 ranks: 251 x 364 x 365 / 2 < 2**24. No buffer's
+# share is a multiple of a prime, so that what arrives in the wrong place differs.
+_PERIOD = 251
 # A rank that cannot start, or hangs, must not leave the others waiting for torch's half an hour.
 _MEET_S = 150
 
 
 @dataclass(frozen=True, slots=True)
 class RankBuffers:
-    """What one rank sends and receives; ``rank`` of ``ranks``, each with ``words`` floats."""
+    """What one rank sends and receives in the collective ``name``, and what it must receive.
 
+    Floats are whole numbers that depend on their place and their sender.
+    """
+
+    name: str
     rank: int
     ranks: int
     sent: torch.Tensor
     received: torch.Tensor
+    expected: torch.Tensor
+
+    @classmethod
+    def make(cls, name: str, rank: int, ranks: int, size_bytes: int, device: torch.device) -> Self:
+        """Return buffers of *size_bytes*, rounded up to whole floats for each rank."""
+        words = -(-max(size_bytes // _FLOAT, 1) // ranks) * ranks
+        period = torch.arange(1, _PERIOD + 1, dtype=torch.float32, device=device)
+        pattern = period.repeat(-(-words // _PERIOD))[:words]
+        sent = pattern * (rank + 1)
+        return cls(name, rank, ranks, sent, sent.clone(), _expected(name, pattern, rank, ranks))
 
     @property
-    def sum_of_ranks(self) -> float:
-        return self.ranks * (self.ranks + 1) / 2
+    def size_bytes(self) -> int:
+        return self.sent.numel() * _FLOAT
+
+    def reset(self) -> None:
+        """Put into ``received`` what is there before the collective."""
+        if self.name in {"all_reduce", "broadcast"}:
+            self.received.copy_(self.sent)
+        else:
+            self.received.fill_(-1)
+
+    def wrong(self) -> str | None:
+        """Return what of ``received`` is wrong, None if all is right."""
+        found = self.received[: len(self.expected)]
+        if torch.equal(found, self.expected):
+            return None
+        wrong = found != self.expected
+        where = int(wrong.nonzero()[0])
+        return (
+            f"{int(wrong.sum())} of {len(found)} floats are wrong: element {where} is"
+            f" {float(found[where]):g}, not {float(self.expected[where]):g}"
+        )
 
 
-Call = Callable[[RankBuffers], object]
-
-
-def _all_reduce(buffers: RankBuffers) -> None:
-    dist.all_reduce(buffers.received)
-
-
-def _all_gather(buffers: RankBuffers) -> None:
-    dist.all_gather_into_tensor(buffers.received, buffers.sent.chunk(buffers.ranks)[0])
-
-
-def _reduce_scatter(buffers: RankBuffers) -> None:
-    dist.reduce_scatter_tensor(buffers.received.chunk(buffers.ranks)[0], buffers.sent)
-
-
-def _all_to_all(buffers: RankBuffers) -> None:
-    dist.all_to_all_single(buffers.received, buffers.sent)
-
-
-def _broadcast(buffers: RankBuffers) -> None:
-    dist.broadcast(buffers.received, src=0)
+def _expected(name: str, pattern: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return what *rank* receives where each rank sends *pattern* times its number from 1 on."""
+    total = ranks * (ranks + 1) // 2
+    own, first = pattern.chunk(ranks)[rank], pattern.chunk(ranks)[0]
+    match name:
+        case "all_reduce":
+            return pattern * total
+        case "all_gather":
+            return torch.cat([first * (sender + 1) for sender in range(ranks)])
+        case "reduce_scatter":
+            return own * total
+        case "all_to_all":
+            return torch.cat([own * (sender + 1) for sender in range(ranks)])
+        case "broadcast":
+            return pattern
+        case _:
+            return pattern * ((rank - 1) % ranks + 1)
 
 
 def _send_recv(buffers: RankBuffers) -> None:
@@ -81,52 +115,58 @@ def _send_recv(buffers: RankBuffers) -> None:
         work.wait()
 
 
-CALLS: dict[str, Call] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
+CALLS: dict[str, Callable[[RankBuffers], object]] = {
+    "all_reduce": lambda b: dist.all_reduce(b.received),
+    "all_gather": lambda b: dist.all_gather_into_tensor(b.received, b.sent.chunk(b.ranks)[0]),
+    "reduce_scatter": lambda b: dist.reduce_scatter_tensor(b.received.chunk(b.ranks)[0], b.sent),
+    "all_to_all": lambda b: dist.all_to_all_single(b.received, b.sent),
+    "broadcast": lambda b: dist.broadcast(b.received, src=0),
     "send_recv": _send_recv,
 }
 
 
-def fill(name: str, buffers: RankBuffers) -> None:
-    """Fill the buffers so that `wrong_chunk` knows what every rank must receive."""
-    buffers.sent.fill_(buffers.rank + 1)
-    buffers.received.fill_(-1)
-    if name == "all_reduce":
-        buffers.received.fill_(buffers.rank + 1)
-    elif name == "broadcast" and buffers.rank == 0:
-        buffers.received.fill_(7)
-    elif name == "all_to_all":
-        for target, chunk in enumerate(buffers.sent.chunk(buffers.ranks)):
-            chunk.fill_(buffers.rank * buffers.ranks + target)
+def measure_repeats(
+    buffers: RankBuffers, device: DeviceUnderTest, seconds: float
+) -> tuple[tuple[float, ...], str | None]:
+    """Return the bus bandwidth of each repeat in GB/s, and the first wrong result of this rank.
 
-
-def wrong_chunk(name: str, buffers: RankBuffers) -> str | None:
-    """Return which part of what was received is wrong, None if all is right.
-
-    All expected numbers are small integers: exact in fp32, in any order of the sums.
+    A repeat is one call, as slow as its slowest rank; what was received is compared after each.
+    All ranks make as many calls as the slowest one makes in about *seconds*.
     """
-    chunks = buffers.received.chunk(buffers.ranks)
-    before = (buffers.rank - 1) % buffers.ranks
-    expected = {
-        "all_reduce": [buffers.sum_of_ranks] * buffers.ranks,
-        "all_gather": [rank + 1.0 for rank in range(buffers.ranks)],
-        "reduce_scatter": [buffers.sum_of_ranks],
-        "all_to_all": [float(rank * buffers.ranks + buffers.rank) for rank in range(buffers.ranks)],
-        "broadcast": [7.0] * buffers.ranks,
-        "send_recv": [before + 1.0] * buffers.ranks,
-    }[name]
-    for number, value in enumerate(expected):
-        wrong = chunks[number] != value
-        if bool(wrong.any()):
-            where = int(wrong.nonzero()[0])
-            read = float(chunks[number][where])
-            count = int(wrong.sum())
-            return f"chunk {number}: {count} floats are not {value:g}, the first is {read:g}"
-    return None
+    times, repeats = list[float](), _WARM_UP + _REPEATS_MIN
+    wrong: str | None = None
+    while len(times) < repeats:
+        began_s = time.perf_counter()
+        buffers.reset()
+        times.append(_timed(buffers, device))
+        wrong = wrong or buffers.wrong()
+        if len(times) == _WARM_UP:
+            took_s = float(_slowest([time.perf_counter() - began_s], device)[0])
+            wanted = round(seconds / max(took_s, 1e-6))
+            repeats = _WARM_UP + min(max(wanted, _REPEATS_MIN), _REPEATS_MAX)
+    size = buffers.size_bytes
+    rates = tuple(
+        busbw_gbs(buffers.name, buffers.ranks, size, max(float(took_s), 1e-9))
+        for took_s in _slowest(times[_WARM_UP:], device)
+    )
+    return rates, wrong
+
+
+def _timed(buffers: RankBuffers, device: DeviceUnderTest) -> float:
+    """Return the seconds of one call, from when all ranks are there."""
+    dist.barrier()
+    device.synchronize()
+    started_s = time.perf_counter()
+    CALLS[buffers.name](buffers)
+    device.synchronize()
+    return time.perf_counter() - started_s
+
+
+def _slowest(times: list[float], device: DeviceUnderTest) -> torch.Tensor:
+    """Return for each of *times* that of the rank with the most."""
+    found = torch.tensor(times, dtype=torch.float64, device=device.torch_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.cpu()
 
 
 def measure_collectives(
@@ -134,99 +174,38 @@ def measure_collectives(
 ) -> None:
     """Measure each collective at each of *sizes* (bytes), in this process group.
 
-    Every rank makes the same calls, as many as rank 0 says. Rank 0 emits the bus bandwidth, which
-    is of *node*; a wrong result is of the rank's own part.
+    Rank 0 emits the bus bandwidth, which is of *node*; a wrong result is of the rank's own part.
     """
-    ranks = _Ranks(device, node, emit)
-    for name, call in CALLS.items():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = Reporter(TEST, device.part, emit)
+    for name in CALLS:
         for size in sizes:
-            ranks.measure(name, call, size, seconds / len(CALLS) / len(sizes))
-
-
-def _buffers(device: DeviceUnderTest, size: int) -> RankBuffers:
-    """Return buffers of *size* bytes, rounded up to a whole float for each rank."""
-    ranks = dist.get_world_size()
-    words = -(-max(size // _FLOAT, 1) // ranks) * ranks
-    sent, received = (torch.zeros(words, device=device.torch_device) for _ in range(2))
-    return RankBuffers(dist.get_rank(), ranks, sent, received)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """This rank among the others."""
-
-    device: DeviceUnderTest
-    node: Entity
-    emit: Emit
-
-    def measure(self, name: str, call: Call, size: int, seconds: float) -> None:
-        buffers = _buffers(self.device, size)
-        parameters = {"collective": name, "size": str(size), "ranks": str(buffers.ranks)}
-        text = " ".join(f"{key}={value}" for key, value in sorted(parameters.items()))
-        if not self._is_right(name, call, buffers, text):
-            return
-        buffers.sent.zero_()
-        buffers.received.zero_()
-        calls = _agreed_calls(call, buffers, self.device, seconds)
-        values = [_timed(call, buffers, self.device, calls) for _ in range(REPEATS)]
-        if buffers.rank == 0:
-            moved = buffers.sent.numel() * _FLOAT
-            rates = tuple(busbw_gbs(name, buffers.ranks, moved, took_s) for took_s in values)
-            self.emit(
-                Measurement(
-                    test=TEST, part=self.node, parameters=parameters, values=rates, unit="GB/s"
-                )
-            )
-
-    def _is_right(self, name: str, call: Call, buffers: RankBuffers, text: str) -> bool:
-        """Return whether the backend has it; emit what this rank received and must not have."""
-        part = self.device.part
-        fill(name, buffers)
-        try:
-            call(buffers)
-        except NotImplementedError as exc:
-            reason = UnknownReason.NOT_SUPPORTED
-            self.emit(NotMeasured(test=TEST, part=part, reason=reason, message=f"{text}: {exc}"))
-            return False
-        self.device.synchronize()
-        wrong = wrong_chunk(name, buffers)
-        if wrong is not None:
-            self.emit(WrongResult(test=TEST, part=part, parameters=text, message=wrong))
-        return True
-
-
-def _agreed_calls(call: Call, buffers: RankBuffers, device: DeviceUnderTest, seconds: float) -> int:
-    """Return how many calls a repeat has, as rank 0 found by its second call."""
-    took_s = min(_timed(call, buffers, device, 1) for _ in range(2))
-    calls = max(1, min(round(seconds / REPEATS / took_s), CALLS_MAX))
-    said = torch.tensor([calls], dtype=torch.int64, device=device.torch_device)
-    dist.broadcast(said, src=0)
-    return int(said[0])
-
-
-def _timed(call: Call, buffers: RankBuffers, device: DeviceUnderTest, calls: int) -> float:
-    """Return the seconds of one of *calls*, from when all ranks are there."""
-    dist.barrier()
-    device.synchronize()
-    started_s = time.perf_counter()
-    for _ in range(calls):
-        call(buffers)
-    device.synchronize()
-    return max((time.perf_counter() - started_s) / calls, 1e-9)
+            parameters = {"collective": name, "size": size_text(size), "ranks": str(ranks)}
+            buffers = RankBuffers.make(name, rank, ranks, size, device.torch_device)
+            try:
+                share_s = seconds / len(CALLS) / len(sizes)
+                rates, wrong = measure_repeats(buffers, device, share_s)
+            except NotImplementedError as exc:  # the backend does not have it, on any rank
+                text = f"{canonical(parameters)}: {exc}"
+                own.not_measured(UnknownReason.NOT_SUPPORTED, text)
+                continue
+            if wrong is not None:
+                own.wrong(parameters, wrong)
+            if rank == 0:
+                Reporter(TEST, node, emit).measured(parameters, rates, "GB/s")
 
 
 def _sizes(device: DeviceUnderTest) -> tuple[int, ...]:
     if not device.is_gpu:
         return _CPU_SIZES
     free = int(torch.cuda.mem_get_info(device.torch_device)[0])
-    return tuple(size for size in _GPU_SIZES if 3 * size <= free)
+    return tuple(size for size in _GPU_SIZES if _BUFFERS * size <= free)
 
 
 def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
     if found.ranks < 2:
         why = "there is one part: nothing to exchange"
-        reason = UnknownReason.NOT_SUPPORTED
-        emit(NotMeasured(test=TEST, part=device.part, reason=reason, message=why))
+        Reporter(TEST, device.part, emit).not_measured(UnknownReason.NOT_SUPPORTED, why)
         return
     dist.init_process_group(
         "nccl" if device.is_gpu else "gloo",

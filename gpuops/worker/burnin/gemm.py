@@ -6,18 +6,25 @@
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gpuops.burnin.measurement import Measurement
-from gpuops.burnin.results import ResultDigest, WrongResult
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, arguments, rates, run_program
+from gpuops.burnin.measurement import canonical
+from gpuops.burnin.results import ResultDigest
+from gpuops.worker.burnin.program import (
+    DeviceUnderTest,
+    Emit,
+    Reporter,
+    arguments,
+    rates,
+    run_program,
+)
 
 TEST = "gemm"
-# Ampere: the first with bf16 and TF32 (CUDA C++ Programming Guide, compute capabilities).
-_AMPERE = (8, 0)
+# The first with bf16 and TF32, and with fp8 (CUDA C++ Programming Guide, compute capabilities).
+_AMPERE, _ADA = (8, 0), (8, 9)
 _GPU_SIZE = 8192
 # Processors without bf16 units emulate it, hundreds of times slower.
 _CPU_SIZES = {"fp32": 1024, "bf16": 256}
@@ -39,56 +46,68 @@ FORMATS = {
     "fp16": Format(torch.float16),
     "tf32": Format(torch.float32, "high"),
     "fp32": Format(torch.float32),
+    "fp8": Format(torch.float8_e4m3fn),
 }
 
 
 def formats_of(device: DeviceUnderTest) -> tuple[str, ...]:
     """Return the names of the formats that *device* multiplies in hardware."""
     if not device.is_gpu:
-        return ("fp32", "bf16")
-    if torch.cuda.get_device_capability(device.torch_device) >= _AMPERE:
-        return tuple(FORMATS)
-    return ("fp16", "fp32")
+        return tuple(_CPU_SIZES)
+    capability = torch.cuda.get_device_capability(device.torch_device)
+    if capability < _AMPERE:
+        return ("fp16", "fp32")
+    return tuple(name for name in FORMATS if name != "fp8" or capability >= _ADA)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.matmul(a, b, out=out)
+def size_of(device: DeviceUnderTest, name: str) -> int:
+    """Return the number of rows of the matrices that *device* multiplies in the format *name*."""
+    return _GPU_SIZE if device.is_gpu else _CPU_SIZES[name]
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    """Write the product of *a* and *b* into *out*; of fp8 that of *a* and the transposed *b*."""
+    if a.dtype != torch.float8_e4m3fn:
+        return torch.matmul(a, b, out=out)
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=out.dtype, out=out)  # noqa: SLF001 the only one of fp8
 
 
 def measure_gemm(
     device: DeviceUnderTest,
     seconds: float,
     emit: Emit,
-    multiply: Product = _multiply,
+    product: Product = multiply,
 ) -> None:
-    """Measure square products in each format, each for its share of *seconds*.
-
-    A product of size n is 2 n³ operations. The digest is that of the first product; later ones
-    are compared with it bit for bit, so that a NaN is equal to itself.
-    """
-    names = formats_of(device)
+    """Measure square products in each format, each for its share of *seconds*."""
+    names, report = formats_of(device), Reporter(TEST, device.part, emit)
     for name in names:
-        size = _GPU_SIZE if device.is_gpu else _CPU_SIZES[name]
-        _Format(device, name, size, emit, multiply).measure(seconds / len(names))
+        size = size_of(device, name)
+        RepeatedProduct(device, name, size, report, product).measure(seconds / len(names))
 
 
-class _Format:
-    """The products in one format on one device."""
+class RepeatedProduct:
+    """The same square product in one format on one device; of size n it is 2 n³ operations."""
 
     def __init__(
-        self, device: DeviceUnderTest, name: str, size: int, emit: Emit, multiply: Product
+        self, device: DeviceUnderTest, name: str, size: int, report: Reporter, product: Product
     ) -> None:
         self._device, self._name, self._size = device, name, size
-        self._emit, self._multiply = emit, multiply
+        self._report, self._multiply = report, product
         self._parameters = {"dtype": name, "size": str(size)}
         dtype = FORMATS[name].dtype
         self._a = fixed_matrix(size, 12345, dtype, device.torch_device)
         self._b = fixed_matrix(size, 67890, dtype, device.torch_device)
-        self._first = torch.empty_like(self._a)
-        self._out = torch.empty_like(self._a)
+        out = torch.bfloat16 if name == "fp8" else dtype
+        self._first = torch.empty_like(self._a, dtype=out)
+        self._out = torch.empty_like(self._first)
         self._differed = False
 
-    def measure(self, seconds: float) -> None:
+    def measure(self, seconds: float) -> Sequence[float]:
+        """Emit the rate and the digest of the first product; return the rates.
+
+        Later products are compared with the first bit for bit, so that a NaN is equal to itself.
+        """
         torch.set_float32_matmul_precision(FORMATS[self._name].precision)
         self._multiply(self._a, self._b, self._first)
         self._device.synchronize()
@@ -99,18 +118,17 @@ class _Format:
             2 * self._size**3 / 1e12,
             self._compare,
         )
-        about = {"test": TEST, "part": self._device.part}
-        self._emit(
-            Measurement(parameters=self._parameters, values=values, unit="TFLOP/s", **about)  # type: ignore[arg-type]  # of the names above
-        )
-        self._emit(
+        self._report.measured(self._parameters, values, "TFLOP/s")
+        self._report.emit(
             ResultDigest(
-                parameters=self._parameters_text(),
+                test=self._report.test,
+                part=self._device.part,
+                parameters=canonical(self._parameters),
                 model=self._device.model,
                 digest=digest_of(self._first),
-                **about,  # type: ignore[arg-type]  # as above
             )
         )
+        return values
 
     def _compare(self) -> None:
         """Say once if the last product differs from the first."""
@@ -124,17 +142,9 @@ class _Format:
         wrong = (~same).nonzero()
         row, column = wrong[0].tolist()
         text = f"the same product differed in {len(wrong)} of {same.numel()} elements between"
-        self._emit(
-            WrongResult(
-                test=TEST,
-                part=self._device.part,
-                parameters=self._parameters_text(),
-                message=f"{text} two repeats, first at row {row}, column {column}",
-            )
+        self._report.wrong(
+            self._parameters, f"{text} two repeats, first at row {row}, column {column}"
         )
-
-    def _parameters_text(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in sorted(self._parameters.items()))
 
 
 def fixed_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

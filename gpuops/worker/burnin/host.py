@@ -12,15 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from gpuops.burnin.measurement import Measurement
-from gpuops.burnin.results import NotMeasured, WrongResult
 from gpuops.model import Entity, EntityKind, UnknownReason
 from gpuops.worker.burnin.memory import free_bytes
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, arguments, rates, run_program
+from gpuops.worker.burnin.program import (
+    DeviceUnderTest,
+    Emit,
+    Reporter,
+    arguments,
+    rates,
+    run_program,
+)
 
 HOST, DISK = "host", "disk"
 _BLOCK_BYTES = 4 * 2**20
@@ -39,41 +45,43 @@ def measure_processors(device: DeviceUnderTest, seconds: float, emit: Emit) -> N
     """
     counts = sorted({1, len(device.cpus)})
     size = min(_BUFFER_BYTES, free_bytes(device) // 4)
+    report = Reporter(HOST, device.part, emit)
     for count in counts:
         os.sched_setaffinity(0, device.cpus[:count])
         torch.set_num_threads(count)
         share_s = seconds / len(counts) / 3
         cores = "one" if count == 1 else "all"
-        _measure_copy(device, share_s, size, cores, emit)
-        _measure_floats(device, share_s, cores, emit)
-        _measure_integers(device, share_s, count, cores, emit)
+        _measure_copy(device, share_s, size, cores, report)
+        _measure_floats(device, share_s, count, cores, report)
+        _measure_integers(device, share_s, count, cores, report)
 
 
 def _measure_copy(
-    device: DeviceUnderTest, seconds: float, size: int, cores: str, emit: Emit
+    device: DeviceUnderTest, seconds: float, size: int, cores: str, report: Reporter
 ) -> None:
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)
     values = rates(lambda: target.copy_(source), device, seconds, 2 * size / 1e9)
-    emit(_measured(device, {"work": "copy", "cores": cores}, values, "GB/s"))
+    report.measured({"work": "copy", "cores": cores}, values, "GB/s")
 
 
-def _measure_floats(device: DeviceUnderTest, seconds: float, cores: str, emit: Emit) -> None:
-    count = 1 if cores == "one" else len(device.cpus)
+def _measure_floats(
+    device: DeviceUnderTest, seconds: float, count: int, cores: str, report: Reporter
+) -> None:
     a = torch.full((count, _FLOAT_SIZE, _FLOAT_SIZE), 0.5, dtype=torch.float64)
     out = torch.empty_like(a)
     operations = 2 * count * _FLOAT_SIZE**3
-    values = rates(lambda: torch.bmm(a, a, out=out), device, seconds, operations / 1e9)
-    emit(_measured(device, {"work": "float", "cores": cores}, values, "GFLOP/s"))
+    values = rates(lambda: torch.bmm(a, a, out=out), device, seconds, operations / 1e12)
+    report.measured({"work": "float", "cores": cores}, values, "TFLOP/s")
     # Sums of 256 quarters: exact in fp64, in any order.
     wrong = int((out != _FLOAT_SIZE / 4).sum())
     if wrong:
         text = f"{wrong} of {out.numel()} sums of {_FLOAT_SIZE} times 0.25 are not exact"
-        emit(WrongResult(test=HOST, part=device.part, parameters="work=float", message=text))
+        report.wrong({"work": "float"}, text)
 
 
 def _measure_integers(
-    device: DeviceUnderTest, seconds: float, count: int, cores: str, emit: Emit
+    device: DeviceUnderTest, seconds: float, count: int, cores: str, report: Reporter
 ) -> None:
     data = bytes(range(256)) * (_HASHED_BYTES // 256)
     expected, wrong = hashlib.sha256(data).digest(), list[bytes]()
@@ -85,96 +93,68 @@ def _measure_integers(
 
     with ThreadPoolExecutor(count) as pool:
         values = rates(hash_once, device, seconds, count * len(data) / 1e9)
-    emit(_measured(device, {"work": "integer", "cores": cores}, values, "GB/s"))
+    report.measured({"work": "integer", "cores": cores}, values, "GB/s")
     if wrong:
         text = f"{len(wrong)} digests of the same buffer differ from the first"
-        emit(WrongResult(test=HOST, part=device.part, parameters="work=integer", message=text))
-
-
-def _measured(
-    device: DeviceUnderTest, parameters: dict[str, str], values: tuple[float, ...], unit: str
-) -> Measurement:
-    return Measurement(test=HOST, part=device.part, parameters=parameters, values=values, unit=unit)
+        report.wrong({"work": "integer"}, text)
 
 
 def measure_disk(folder: Path, seconds: float, emit: Emit) -> None:
-    """Write a file in *folder*, sync it, read it back and compare; in MB/s (1e6).
+    """Write a file in *folder*, sync it, read it back and compare; in GB/s (1e9).
 
     With O_DIRECT, past the page cache, in blocks of 4 MiB, for half of *seconds*, at most 4 GiB
     and a tenth of what is free. The file has no name, so that none stays behind.
     """
-    part = Entity(EntityKind.MOUNT, str(folder))
+    report = Reporter(DISK, Entity(EntityKind.MOUNT, str(folder)), emit)
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            free = os.fstatvfs(fd)
+            room = free.f_bavail * free.f_frsize // _FREE_SHARE
+            blocks = min(room, _DISK_BYTES_MAX) // _BLOCK_BYTES
+            _write_and_read(fd, (seconds, blocks), report)
+        finally:
+            os.close(fd)
     except OSError as exc:
-        emit(_no_disk(part, exc))
-        return
-    try:
-        free = os.fstatvfs(fd)
-        room = free.f_bavail * free.f_frsize // _FREE_SHARE
-        blocks = min(room, _DISK_BYTES_MAX) // _BLOCK_BYTES
-        _write_and_read(fd, part, (seconds, blocks), emit)
-    except OSError as exc:
-        emit(_no_disk(part, exc))
-    finally:
-        os.close(fd)
+        report.not_measured(_reason(exc), f"cannot write with direct I/O: {exc.strerror}")
 
 
-def _no_disk(part: Entity, exc: OSError) -> NotMeasured:
-    unsupported = exc.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR}
-    reason = UnknownReason.NOT_SUPPORTED if unsupported else UnknownReason.CRASH
+def _reason(exc: OSError) -> UnknownReason:
     if exc.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        reason = UnknownReason.NO_PERMISSION
-    text = f"cannot write with direct I/O: {exc.strerror}"
-    return NotMeasured(test=DISK, part=part, reason=reason, message=text)
+        return UnknownReason.NO_PERMISSION
+    unsupported = exc.errno in {errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR}
+    return UnknownReason.NOT_SUPPORTED if unsupported else UnknownReason.CRASH
 
 
-def _write_and_read(fd: int, part: Entity, limits: tuple[float, int], emit: Emit) -> None:
+def _write_and_read(fd: int, limits: tuple[float, int], report: Reporter) -> None:
     seconds, blocks = limits
-    written, rates_mb = 0, list[float]()
+    written, reads = list[float](), list[float]()
     ends_s = time.monotonic() + seconds / 2
     with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
-        while written < blocks and (written == 0 or time.monotonic() < ends_s):
-            buffer[:] = _block(written)
-            rates_mb.append(_timed(lambda: os.pwrite(fd, buffer, written * _BLOCK_BYTES)))  # noqa: B023 called at once
-            written += 1
+        while len(written) < blocks and (not written or time.monotonic() < ends_s):
+            place = len(written) * _BLOCK_BYTES
+            buffer[:] = _block(len(written))
+            written.append(_timed(partial(os.pwrite, fd, buffer, place)))
         started_s = time.perf_counter()
         os.fsync(fd)
         sync_s = time.perf_counter() - started_s
-        for name, values in (("write", rates_mb), ("read", [])):
-            for number in range(written if name == "read" else 0):
-                buffer[:] = bytes(_BLOCK_BYTES)
-                values.append(_timed(lambda: os.preadv(fd, [buffer], number * _BLOCK_BYTES)))  # noqa: B023 called at once
-                if buffer[:] != _block(number):
-                    text = f"block {number} of {written} is not what was written before fsync"
-                    about = {"test": DISK, "part": part, "parameters": "work=read"}
-                    emit(WrongResult(message=text, **about))  # type: ignore[arg-type]  # of the names above
-                    break
-            emit(
-                Measurement(
-                    test=DISK,
-                    part=part,
-                    parameters={"work": name},
-                    values=tuple(values),
-                    unit="MB/s",
-                )
-            )
-    emit(
-        Measurement(
-            test=DISK,
-            part=part,
-            parameters={"work": "fsync"},
-            values=(max(sync_s, 1e-9) * 1e3,),
-            unit="ms",
-            higher_is_better=False,
-        )
-    )
+        for number in range(len(written)):
+            buffer[:] = bytes(_BLOCK_BYTES)
+            reads.append(_timed(partial(os.preadv, fd, [buffer], number * _BLOCK_BYTES)))
+            if buffer[:] != _block(number):
+                text = f"block {number} of {len(written)} is not what was written before fsync"
+                report.wrong({"work": "read"}, text)
+                break
+    report.measured({"work": "write"}, written, "GB/s")
+    report.measured({"work": "read"}, reads, "GB/s")
+    took_us = max(sync_s, 1e-9) * 1e6
+    report.measured({"work": "fsync"}, [took_us], "us", higher_is_better=False)
 
 
 def _timed(call: Callable[[], int]) -> float:
     started_s = time.perf_counter()
     done = call()
-    return done / 1e6 / max(time.perf_counter() - started_s, 1e-9)
+    return done / 1e9 / max(time.perf_counter() - started_s, 1e-9)
 
 
 def _block(number: int) -> bytes:

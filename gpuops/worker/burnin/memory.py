@@ -12,11 +12,17 @@ from pathlib import Path
 
 import torch
 
-from gpuops.burnin.measurement import Measurement
-from gpuops.burnin.results import NotMeasured, ProgramNote, WrongResult
+from gpuops.burnin.bandwidth import size_text
 from gpuops.host.procfs import read_memory
 from gpuops.model import UnknownReason
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, arguments, rates, run_program
+from gpuops.worker.burnin.program import (
+    DeviceUnderTest,
+    Emit,
+    Reporter,
+    arguments,
+    rates,
+    run_program,
+)
 
 BANDWIDTH, PATTERNS = "hbm", "patterns"
 GIB = 2**30
@@ -29,8 +35,8 @@ _WORD = 8
 _PART_WORDS = 8 * 2**20
 # What one group of processors surely reads and writes in a second, to end in time.
 _CPU_BYTES_PER_S = 2e9
-_PASSES = 44
-_BYTE_PATTERNS = (0x00, 0xFF, 0x55, 0xAA, 0x33, 0xCC, 0x0F, 0xF0)
+# The words of a part whose first word has this number.
+Content = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def free_bytes(device: DeviceUnderTest) -> int:
@@ -57,21 +63,14 @@ def measure_bandwidth(device: DeviceUnderTest, seconds: float, size: int, emit: 
         ("copy", lambda: a.copy_(b), 2),
         ("triad", lambda: torch.add(b, c, alpha=3.0, out=a), 3),
     )
+    report = Reporter(BANDWIDTH, device.part, emit)
     for name, once, operands in kernels:
         values = rates(once, device, seconds / len(kernels), operands * size / 1e9)
-        emit(
-            Measurement(
-                test=BANDWIDTH,
-                part=device.part,
-                parameters={"kernel": name, "size": f"{size >> 20}MiB"},
-                values=values,
-                unit="GB/s",
-            )
-        )
+        report.measured({"kernel": name, "size": size_text(size)}, values, "GB/s")
     wrong = int((a != 7.0).sum())
     if wrong:
         text = f"{wrong} of {len(a)} elements are not 1 + 3 x 2 after the last triad"
-        emit(WrongResult(test=BANDWIDTH, part=device.part, parameters="kernel=triad", message=text))
+        report.wrong({"kernel": "triad"}, text)
 
 
 @dataclass(slots=True)
@@ -114,87 +113,58 @@ def measure_patterns(
     inversions: a byte pattern is read and its inverse written in one walk, and read in the next
     (memtest86). What was begun is finished: each test at least once.
     """
+    report = Reporter(PATTERNS, device.part, emit)
     if not memory.words:
-        why = "the device gave no memory"
-        reason = UnknownReason.CRASH
-        emit(NotMeasured(test=PATTERNS, part=device.part, reason=reason, message=why))
+        report.not_measured(UnknownReason.CRASH, "the device gave no memory")
         return
-    walks, faults = _Walks(memory, device), list[str]()
+    parameters, faults = {"pattern": "all"}, list[str]()
     ends_s, started_s, rounds = time.monotonic() + seconds, time.monotonic(), 0
     while not faults and (rounds == 0 or time.monotonic() < ends_s):
-        faults = walks.round()
+        faults = _walk_all(memory)
         rounds += 1
     took_s = time.monotonic() - started_s
-    parameters = {"pattern": "all"}
     for text in faults:
-        emit(WrongResult(test=PATTERNS, part=device.part, parameters="pattern=all", message=text))
-    moved = walks.passes * memory.words * _WORD / 1e9
-    emit(
-        Measurement(
-            test=PATTERNS,
-            part=device.part,
-            parameters=parameters,
-            values=(moved / took_s,),
-            unit="GB/s",
-        )
-    )
-    text = f"{memory.words * _WORD / GIB:.1f} GiB tested, {rounds} times all patterns"
-    emit(ProgramNote(test=PATTERNS, part=device.part, message=text))
+        report.wrong(parameters, text)
+    moved = rounds * _PASSES * memory.words * _WORD / 1e9
+    report.measured(parameters, [moved / took_s], "GB/s")
+    report.note(f"{memory.words * _WORD / GIB:.1f} GiB tested, {rounds} times all patterns")
 
 
-class _Walks:
-    """The walks over all pieces; ``passes`` counts how often all of them were written or read."""
-
-    def __init__(self, memory: MemoryPieces, device: DeviceUnderTest) -> None:
-        self._memory, self._device = memory, device
-        self.passes = 0
-
-    def round(self) -> list[str]:
-        """Return what was read and never written, at most one text for each walk."""
-        faults = []
-        for name, invert in (("address", False), ("complement of the address", True)):
-            self._write_addresses(invert=invert)
-            faults.append(self._wrong_addresses(name, invert=invert))
-        for pattern in _BYTE_PATTERNS:
-            word = _word(pattern)
-            for _, part in self._memory.parts():
-                part.fill_(word)
-            self.passes += 1
-            faults.append(self._inversion(word))
-            faults.append(self._inversion(~word))
-        return [text for text in faults if text is not None]
-
-    def _numbers(self, first: int, count: int, *, invert: bool) -> torch.Tensor:
-        on = self._device.torch_device
-        numbers = torch.arange(first, first + count, dtype=torch.int64, device=on)
-        return numbers.bitwise_not_() if invert else numbers
-
-    def _write_addresses(self, *, invert: bool) -> None:
-        for first, part in self._memory.parts():
-            part.copy_(self._numbers(first, len(part), invert=invert))
-        self.passes += 1
-
-    def _wrong_addresses(self, name: str, *, invert: bool) -> str | None:
-        found = None
-        for first, part in self._memory.parts():
-            expected = self._numbers(first, len(part), invert=invert)
-            found = found or _first_wrong(name, part, expected, first)
-        self.passes += 1
-        return found
-
-    def _inversion(self, word: int) -> str | None:
-        """Read *word* everywhere and write its inverse, part by part."""
-        name, found = f"pattern {word & 0xFF:#04x}", None
-        for first, part in self._memory.parts():
-            found = found or _first_wrong(name, part, torch.full_like(part, word), first)
-            part.fill_(~word)
-        self.passes += 2
-        return found
+def _addresses(first: int, part: torch.Tensor) -> torch.Tensor:
+    return torch.arange(first, first + len(part), dtype=torch.int64, device=part.device)
 
 
-def _word(byte: int) -> int:
-    """Return the signed 64-bit word of eight times *byte*."""
-    return int.from_bytes(bytes([byte]) * _WORD, "little", signed=True)
+def _repeated(byte: int) -> Content:
+    word = int.from_bytes(bytes([byte]) * _WORD, "little", signed=True)
+    return lambda _first, part: torch.full_like(part, word)
+
+
+# What the memory holds, one after the other: each walk reads one and writes the next.
+_CONTENTS: tuple[tuple[str, Content], ...] = (
+    ("address", _addresses),
+    ("complement of the address", lambda first, part: ~_addresses(first, part)),
+    *(
+        (f"pattern {byte:#04x}", _repeated(byte))
+        for pattern in (0x00, 0x55, 0x33, 0x0F)
+        for byte in (pattern, pattern ^ 0xFF, pattern)
+    ),
+)
+_PASSES = 2 * len(_CONTENTS)
+
+
+def _walk_all(memory: MemoryPieces) -> list[str]:
+    """Return what was read and never written, at most one text for each walk."""
+    faults: list[str] = []
+    for first, part in memory.parts():
+        part.copy_(_CONTENTS[0][1](first, part))
+    for (name, expected), following in zip(_CONTENTS, (*_CONTENTS[1:], None), strict=True):
+        fault = None
+        for first, part in memory.parts():
+            fault = fault or _first_wrong(name, part, expected(first, part), first)
+            if following is not None:
+                part.copy_(following[1](first, part))
+        faults += [fault] if fault else []
+    return faults
 
 
 def _first_wrong(name: str, piece: torch.Tensor, expected: torch.Tensor, first: int) -> str | None:

@@ -3,14 +3,24 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gpuops.burnin.results import ProgramEnd, Record, SoftwareVersions, to_line
+from gpuops.burnin.measurement import Measurement, canonical
+from gpuops.burnin.results import (
+    NotMeasured,
+    ProgramEnd,
+    ProgramNote,
+    Record,
+    SoftwareVersions,
+    WrongResult,
+    to_line,
+)
 from gpuops.host.process.sidecar import die_with_parent
-from gpuops.model import Entity, EntityKind
+from gpuops.hostlist import expand
+from gpuops.model import Entity, EntityKind, UnknownReason
 
 REPEATS = 20
 REPEATS_MIN = 3
@@ -19,6 +29,44 @@ VALUES_MAX = 1000
 WARM_UP = 0.1
 
 Emit = Callable[[Record], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Emits what one test found out about one part."""
+
+    test: str
+    part: Entity
+    emit: Emit
+
+    def measured(
+        self,
+        parameters: Mapping[str, str],
+        values: Sequence[float],
+        unit: str,
+        *,
+        higher_is_better: bool = True,
+    ) -> None:
+        self.emit(
+            Measurement(
+                test=self.test,
+                part=self.part,
+                parameters=parameters,
+                values=tuple(values),
+                unit=unit,
+                higher_is_better=higher_is_better,
+            )
+        )
+
+    def wrong(self, parameters: Mapping[str, str], message: str) -> None:
+        text = canonical(parameters)
+        self.emit(WrongResult(test=self.test, part=self.part, parameters=text, message=message))
+
+    def not_measured(self, reason: UnknownReason, message: str) -> None:
+        self.emit(NotMeasured(test=self.test, part=self.part, reason=reason, message=message))
+
+    def note(self, message: str) -> None:
+        self.emit(ProgramNote(test=self.test, part=self.part, message=message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +139,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: Malformed.
     """
-    found: set[int] = set()
-    for word in text.split(","):
-        first, dash, last = word.partition("-")
-        found.update(range(int(first), int(last if dash else first) + 1))
-    return tuple(sorted(found))
+    return tuple(sorted(map(int, expand(f"[{text}]"))))
 
 
 def rates(
@@ -162,6 +206,8 @@ def run_program(
     found = parser.parse_args(argv)
     device = open_device(found.device, found.part)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
+    if device.is_gpu:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     emit_line(SoftwareVersions(versions={name: text for name, text in versions.items() if text}))
     measure(device, found, emit_line)
     emit_line(ProgramEnd(test=test))

@@ -13,6 +13,7 @@ from gpuops.burnin.baseline import (
     FloorStatus,
     changes,
     find_floor,
+    floors_in_force,
     learn,
 )
 
@@ -45,7 +46,7 @@ def fleet(nodes=8, parts=3, value=lambda node, part: 100.0 + node + part / 10, *
 
 
 def floor(**changes):
-    values = {"shape": "h100-sxm", "test": "gemm", "value": 98.0, "median": 100.0}
+    values = {"test": "gemm", "value": 98.0, "median": 100.0}
     values |= {"unit": "TFLOP/s", "source": "learned: …", "parts": WILKS_RESULTS}
     return Floor(**{**values, **changes})
 
@@ -96,7 +97,7 @@ def test_a_floor_says_where_it_is_from():
 
     learned = learn(results)
 
-    (found,) = learned.floors
+    (found,) = learned.floors["h100-sxm"]
     assert found.source == ("learned: 8 nodes, 2026-11-01 to 2026-11-22, driver 570.124, NCCL 2.27")
     assert (found.results, found.parts, found.nodes, found.may_fail) == (24, 24, 8, False)
     assert (found.value, found.median) == (100.0, pytest.approx(103.6))
@@ -108,12 +109,13 @@ def test_too_few_nodes_or_results_make_no_floor_and_say_so():
 
     learned = learn([*seven, *few, Result("n1", None, test="none")])
 
-    assert learned.floors == ()
-    assert [(x.cell.test, x.nodes, x.results) for x in learned.too_few] == [
-        ("gemm", 7, 21),
-        ("hbm", 8, 16),
-    ]
-    assert len(learn([*seven, *few], nodes_min=7, results_min=16).floors) == 2
+    assert learned.floors == {}
+    about = "dtype=bf16 size=8192, driver 570.124"
+    assert learned.remarks == (
+        f"no floor for h100-sxm: gemm {about}: 21 results of 7 nodes passed",
+        f"no floor for h100-sxm: hbm {about}: 16 results of 8 nodes passed",
+    )
+    assert len(learn([*seven, *few], nodes_min=7, results_min=16).floors["h100-sxm"]) == 2
 
 
 def test_each_shape_driver_and_nccl_has_its_own():
@@ -123,7 +125,7 @@ def test_each_shape_driver_and_nccl_has_its_own():
 
     found = learn(results).floors
 
-    assert {(x.shape, x.driver, x.nccl) for x in found} == {
+    assert {(shape, x.driver, x.nccl) for shape, floors in found.items() for x in floors} == {
         ("h100-sxm", "570", ""),
         ("h100-sxm", "580", ""),
         ("h100-sxm", "580", "2.28"),
@@ -132,7 +134,7 @@ def test_each_shape_driver_and_nccl_has_its_own():
 
 
 def test_of_a_latency_the_floor_is_the_highest_that_is_healthy():
-    (found,) = learn(fleet(unit="us", higher_is_better=False)).floors
+    (found,) = learn(fleet(unit="us", higher_is_better=False)).floors["h100-sxm"]
 
     assert (found.value, found.median) == (pytest.approx(107.2), pytest.approx(103.6))
     assert found.fail_bound == pytest.approx(103.6 * 1.12)
@@ -147,9 +149,10 @@ def test_a_node_unlike_the_fleet_is_named():
 
     learned = learn(fleet(20, value=value))
 
-    (found,) = learned.unlike
-    assert (found.node, found.median) == ("n3", 94.0)
-    assert found.similarity == pytest.approx(0.94, abs=0.005)
+    (found,) = learned.remarks
+    assert found.startswith("n3 is unlike its fleet in h100-sxm: gemm dtype=bf16 size=8192")
+    assert "similarity 0.94" in found or "similarity 0.93" in found
+    assert found.endswith("below 0.95; its median is -6.1 % off")
 
 
 @pytest.mark.parametrize(
@@ -175,22 +178,24 @@ def test_a_fail_needs_three_repeats_far_below_and_enough_results(repeats, change
 
 
 def test_the_floor_that_says_most_about_a_measurement_is_used():
-    general = floor(parameters_text="kernel=copy")
-    exact = floor(parameters_text="kernel=copy size=2048MiB")
-    of_driver = floor(parameters_text="kernel=copy size=2048MiB", driver="570", nccl="2.27")
-    other = floor(parameters_text="kernel=copy size=2048MiB x=1", driver="580")
+    general = floor(parameters="kernel=copy")
+    exact = floor(parameters="kernel=copy size=2048MiB")
+    of_driver = floor(parameters="kernel=copy size=2048MiB", driver="570", nccl="2.27")
+    other = floor(parameters="kernel=copy size=2048MiB x=1", driver="580")
     floors = [other, general, of_driver, exact, floor(test="hbm")]
-    about = {"test": "gemm", "parameters_text": "kernel=copy size=2048MiB"}
+    about = {"test": "gemm", "parameters": "kernel=copy size=2048MiB", "unit": "TFLOP/s"}
 
     def found(driver="570", nccl="2.27", **changes):
-        return find_floor(floors, **{**about, "driver": driver, "nccl": nccl, **changes})
+        in_force = floors_in_force(floors, driver=driver, nccl=nccl)
+        return find_floor(in_force, **{**about, **changes})
 
     assert found() is of_driver
     assert found(nccl="2.28") is exact
     assert found(driver="580") is exact
-    assert found(parameters_text="kernel=copy size=1MiB") is general
-    assert found(parameters_text="kernel=triad size=1MiB") is None
+    assert found(parameters="kernel=copy size=1MiB") is general
+    assert found(parameters="kernel=triad size=1MiB") is None
     assert found(test="links") is None
+    assert found(unit="GB/s") is None
 
 
 def test_what_moved_is_compared_with_the_same_software_else_with_another():

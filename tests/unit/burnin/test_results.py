@@ -42,7 +42,6 @@ def test_a_record_survives_its_line(record):
 @pytest.mark.parametrize(
     "line",
     [
-        b"",
         b"{",
         b"[]",
         b"7",
@@ -60,6 +59,13 @@ def test_what_is_no_record_is_refused_and_counted(line):
 
     assert output.add_line(line) is None
     assert (output.records, output.garbage) == ([], 1)
+
+
+def test_an_empty_line_is_neither_a_record_nor_a_fault():
+    output = ProgramOutput(GPU)
+    output.add_line(b" \n")
+
+    assert (output.records, output.garbage) == ([], 0)
 
 
 def test_nan_is_read_so_that_the_judge_can_say_that_nothing_was_measured():

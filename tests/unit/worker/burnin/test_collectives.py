@@ -4,19 +4,18 @@ import pytest
 import torch
 
 from gpuops.burnin.bandwidth import COLLECTIVES
-from gpuops.worker.burnin.collectives import CALLS, RankBuffers, fill, wrong_chunk
+from gpuops.worker.burnin.collectives import CALLS, RankBuffers
 
 RANKS = 3
-WORDS = 4 * RANKS
+SIZE = 4 * 300 * RANKS
+CPU = torch.device("cpu")
 
 
-def filled(name):
+def ready(name):
     """Return the buffers of all ranks, before the collective."""
-    all_ranks = [
-        RankBuffers(rank, RANKS, torch.zeros(WORDS), torch.zeros(WORDS)) for rank in range(RANKS)
-    ]
+    all_ranks = [RankBuffers.make(name, rank, RANKS, SIZE, CPU) for rank in range(RANKS)]
     for buffers in all_ranks:
-        fill(name, buffers)
+        buffers.reset()
     return all_ranks
 
 
@@ -43,29 +42,48 @@ def exchange(name, all_ranks):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_rank_must_receive_what_the_collective_defines(name):
-    all_ranks = filled(name)
+    all_ranks = ready(name)
     exchange(name, all_ranks)
 
-    assert [wrong_chunk(name, buffers) for buffers in all_ranks] == [None] * RANKS
+    assert [buffers.wrong() for buffers in all_ranks] == [None] * RANKS
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_result_that_is_wrong_in_the_buffer_of_one_rank_is_found_there(name):
-    all_ranks = filled(name)
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_a_result_that_is_wrong_in_the_buffer_of_one_rank_is_found_there(name, value):
+    all_ranks = ready(name)
     exchange(name, all_ranks)
-    all_ranks[1].received[2] += 0.5
+    all_ranks[1].received[2] += value
 
-    found = [wrong_chunk(name, buffers) for buffers in all_ranks]
+    found = [buffers.wrong() for buffers in all_ranks]
     assert (found[0], found[2]) == (None, None)
-    assert found[1].startswith("chunk 0: 1 floats are not ")
+    words = len(all_ranks[1].expected)
+    assert found[1].startswith(f"1 of {words} floats are wrong: element 2 is ")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_in_the_wrong_place_is_found(name):
+    all_ranks = ready(name)
+    exchange(name, all_ranks)
+    for buffers in all_ranks:
+        buffers.received.copy_(buffers.received.roll(1))
+
+    assert None not in [buffers.wrong() for buffers in all_ranks]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_collective_that_did_nothing_is_wrong(name):
-    # Of a broadcast and a sum the root and nobody else may have its own data already.
-    found = [wrong_chunk(name, buffers) for buffers in filled(name)]
+    # Of a broadcast the root and nobody else has its own data already.
+    found = [buffers.wrong() for buffers in ready(name)]
 
     assert sum(text is not None for text in found) >= RANKS - 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_eight_bytes_are_a_whole_float_for_each_rank(name):
+    buffers = RankBuffers.make(name, 0, RANKS, 8, CPU)
+
+    assert buffers.size_bytes == 4 * RANKS
 
 
 def test_every_collective_with_a_formula_is_measured():

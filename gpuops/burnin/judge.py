@@ -1,8 +1,8 @@
 """What the results of one test mean: findings. Pure.
 
 A part is compared with the other parts of its node, which ran the same work at the same time. That
-finds one that is slower than its equals, never a node whose parts are all slow; a floor that was
-learned from the fleet does. A wrong result fails whatever the speed.
+finds one that is slower than its equals, never a node whose parts are all slow; a floor of the
+machine's baseline does. A wrong result fails whatever the speed.
 """
 
 import statistics
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gpuops.burnin.baseline import WILKS_RESULTS, Floor, FloorStatus, find_floor
 from gpuops.burnin.measurement import Measurement
 from gpuops.burnin.plan import BurninTest
 from gpuops.burnin.results import (
@@ -27,11 +28,13 @@ PEERS_MIN = 3
 _MAD_TO_SIGMA = 1.4826
 _SIGMAS = 3
 # Disks of a node differ, and are not compared with each other.
-_COMPARED = frozenset({EntityKind.GPU, EntityKind.CPU})
+_COMPARED = frozenset({EntityKind.GPU, EntityKind.CPU, EntityKind.LINK})
 _WRONG = {
     EntityKind.GPU: FailureClass.GPU_WRONG_RESULT,
+    EntityKind.LINK: FailureClass.GPU_WRONG_RESULT,
     EntityKind.MOUNT: FailureClass.HOST_DISK,
 }
+_BAD_FLOORS = {FloorStatus.WARN: Status.WARN, FloorStatus.FAIL: Status.FAIL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,16 @@ class PeerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeTerms:
-    """What a test is judged by: the node, and the limits against its other parts."""
+    """What a test is judged by: the node, the limits against its other parts, floors in force."""
 
     node: Entity
     limits: PeerLimits = PeerLimits()
+    floors: tuple[Floor, ...] = ()
+
+    def floor_of(self, item: Measurement) -> Floor | None:
+        """Return the floor that *item* is held against, if any."""
+        parameters = item.parameters_text
+        return find_floor(self.floors, test=item.test, parameters=parameters, unit=item.unit)
 
 
 def judge_test(
@@ -66,8 +75,9 @@ def judge_test(
     findings += _digests(test, outputs, terms.node)
     measured = [item for output in outputs for item in output.of(Measurement)]
     for group in _grouped(measured):
-        findings += _group(test, group, terms, _notes(outputs, group[0].parameters_text))
-    return findings or [_nothing(test, terms.node)]
+        findings += _group(test, group, terms, outputs)
+    findings = findings or [_nothing(test, terms.node)]
+    return [*findings, *_not_measured(test, measured, terms)]
 
 
 def _programs(test: BurninTest, outputs: Iterable[ProgramOutput]) -> Iterator[Finding]:
@@ -145,12 +155,16 @@ def _digests(test: BurninTest, outputs: Iterable[ProgramOutput], node: Entity) -
                 yield _wrong(test, item.part, f"{shown(parameters)}: {text}")
 
 
-def _notes(outputs: Sequence[ProgramOutput], parameters: str) -> str:
-    """Return what to add to the finding about *parameters*: same results, notes of programs."""
+def _notes(outputs: Sequence[ProgramOutput], parameters: str, part: Entity | None = None) -> str:
+    """Return what to add to the finding about *parameters*: same results, notes of programs.
+
+    *part*: only what the program of this part says.
+    """
     digests = [item for out in outputs for item in out.of(ResultDigest)]
-    same = [item.digest for item in digests if item.parameters == parameters]
+    same = [] if part else [item.digest for item in digests if item.parameters == parameters]
     texts = [f"the same bits on {len(same)}"] if len(same) > 1 and len({*same}) == 1 else []
-    texts += dict.fromkeys(shown(item.message) for out in outputs for item in out.of(ProgramNote))
+    notes = (note for out in outputs for note in out.of(ProgramNote) if part in {None, note.part})
+    texts += dict.fromkeys(shown(note.message) for note in notes)
     return "".join(f"; {text}" for text in texts[:2])
 
 
@@ -164,7 +178,10 @@ def _grouped(measured: Iterable[Measurement]) -> list[list[Measurement]]:
 
 
 def _group(
-    test: BurninTest, group: Sequence[Measurement], terms: JudgeTerms, notes: str
+    test: BurninTest,
+    group: Sequence[Measurement],
+    terms: JudgeTerms,
+    outputs: Sequence[ProgramOutput],
 ) -> Iterator[Finding]:
     good = [item for item in group if item.is_measured]
     for item in group:
@@ -178,12 +195,71 @@ def _group(
                 unknown_reason=UnknownReason.CRASH,
             )
     slow = []
-    if _has_peers(good):
-        judged = [_against_peers(test, item, good, terms.limits) for item in good]
-        slow = [finding for finding in judged if finding is not None]
-        yield from slow
+    for item in good:
+        found = _against_floor(test, item, terms.floor_of(item))
+        if found is None and _has_peers(good):
+            found = _against_peers(test, item, good, terms.limits)
+        if found is not None:
+            notes = _notes(outputs, item.parameters_text, item.part)
+            slow.append(replace(found, message=found.message + notes))
+    yield from slow
     if good and not slow:
-        yield _passed(test, good, terms, notes)
+        yield _passed(test, good, terms, _notes(outputs, good[0].parameters_text))
+
+
+def _against_floor(test: BurninTest, item: Measurement, floor: Floor | None) -> Finding | None:
+    """Return the finding about *item* if *floor* says that no healthy part is so slow."""
+    status = None if floor is None else _BAD_FLOORS.get(floor.judge(item.values))
+    if floor is None or status is None:
+        return None
+    side = "below" if floor.higher_is_better else "above"
+    text = f"{item.parameters_text}: {side} the floor"
+    if floor.median is None:
+        text += "; a quoted floor only warns"
+    else:
+        text += f" and far from the median of healthy parts, {_rounded(floor.median):g}"
+        if not floor.may_fail:
+            text += f"; learned from {floor.parts} parts it only warns ({WILKS_RESULTS} may fail)"
+    return Finding(
+        check=test.check,
+        entity=item.part,
+        status=status,
+        value=_rounded(item.median),
+        unit=item.unit,
+        threshold=_wanted(floor),
+        source=floor.source,
+        message=text,
+        failure_class=_slow_class(item.part),
+    )
+
+
+def _wanted(floor: Floor) -> str:
+    sign = ">=" if floor.higher_is_better else "<="
+    return f"{sign} {_rounded(floor.value):g} {floor.unit}"
+
+
+def _slow_class(part: Entity) -> FailureClass:
+    is_gpu = part.kind in {EntityKind.GPU, EntityKind.LINK}
+    return FailureClass.GPU_SLOW if is_gpu else FailureClass.HOST_SLOW
+
+
+def _not_measured(
+    test: BurninTest, measured: Sequence[Measurement], terms: JudgeTerms
+) -> Iterator[Finding]:
+    """Yield a finding for each floor of *test* that nothing was measured for."""
+    good = [item for item in measured if item.is_measured]
+    for floor in terms.floors:
+        is_met = any(floor.covers(x.test, x.parameters_text, x.unit) for x in good)
+        if floor.test == test.name and not is_met:
+            yield Finding(
+                check=test.check,
+                entity=terms.node,
+                status=Status.SKIP,
+                unit=floor.unit,
+                threshold=_wanted(floor),
+                source=floor.source,
+                message=f"{floor.parameters}: not measured",
+            )
 
 
 def _has_peers(good: Sequence[Measurement]) -> bool:
@@ -215,9 +291,7 @@ def _against_peers(
             f"{item.parameters_text}: {worse:.1f} % worse than the median of {len(others)} others"
             f" ({_rounded(typical):g} {item.unit}){suspect}"
         ),
-        failure_class=(
-            FailureClass.GPU_SLOW if item.part.kind is EntityKind.GPU else FailureClass.HOST_SLOW
-        ),
+        failure_class=_slow_class(item.part),
     )
 
 
@@ -244,7 +318,12 @@ def _passed(
     if len(good) > 1:
         text += f"; the worst of {len(good)} ({worst.part})"
     threshold = source = None
-    if _has_peers(good):
+    floor = terms.floor_of(worst)
+    if floor is not None:
+        threshold, source = _wanted(floor), floor.source
+        if floor.judge(worst.values) is FloorStatus.NOTE:
+            text += "; below the floor, as one in fifty healthy results is"
+    elif _has_peers(good):
         typical = statistics.median(item.median for item in good)
         sign, bound = _bound(worst, typical, terms.limits.warn_percent)
         threshold = f"{sign} {bound:g} {worst.unit}"

@@ -4,13 +4,14 @@ A tier is a time and a list of tests, each with its share of it (gpuops judgemen
 patterns find most, so that they get most). The time of a process start is not in it.
 """
 
-import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from gpuops.checks.core.suite import unknown_name
 from gpuops.errors import UsageError
+from gpuops.hostlist import compress
 
 TEST_S_MIN = 0.2
 
@@ -46,6 +47,12 @@ _ALL = (
         arguments=("--mode", "hbm"),
     ),
     BurninTest(
+        name="links",
+        about="copies between the host, its NUMA nodes and GPUs; kernel launches",
+        program="links",
+        on_parts=False,
+    ),
+    BurninTest(
         name="collectives",
         about="collectives between the parts: bus bandwidth, and what each rank received",
         program="collectives",
@@ -64,6 +71,7 @@ _ALL = (
         program="memory",
         arguments=("--mode", "patterns"),
     ),
+    BurninTest(name="soak", about="products under load: rate, clocks, heat", program="soak"),
     BurninTest(
         name="disk",
         about="a file on each local disk: direct I/O and fsync, read back",
@@ -77,17 +85,12 @@ TESTS: Mapping[str, BurninTest] = MappingProxyType({test.name: test for test in 
 _LATER = MappingProxyType(
     {"golden": "the kernels with exact answers come with the corruption checks of a later release"}
 )
+_TEN = {"gemm": 4, "hbm": 2, "links": 1, "collectives": 2, "host": 1}
 TIERS: Mapping[str, tuple[float, Mapping[str, float]]] = MappingProxyType(
     {
-        "10m": (600.0, {"gemm": 4, "hbm": 2, "collectives": 2, "host": 2}),
-        "30m": (
-            1800.0,
-            {"gemm": 5, "hbm": 2, "collectives": 3, "host": 2, "patterns": 6, "disk": 2},
-        ),
-        "60m": (
-            3600.0,
-            {"gemm": 12, "hbm": 2, "collectives": 4, "host": 2, "patterns": 12, "disk": 3},
-        ),
+        "10m": (600.0, _TEN),
+        "30m": (1800.0, {**_TEN, "patterns": 6, "soak": 5, "disk": 2}),
+        "60m": (3600.0, {**_TEN, "patterns": 12, "soak": 12, "disk": 3}),
     }
 )
 
@@ -114,13 +117,10 @@ def make_tests(
 
 
 def _check_name(name: str) -> None:
-    if name in TESTS:
-        return
     if name in _LATER:
         raise UsageError(f"--only {name}: {_LATER[name]}")
-    close = difflib.get_close_matches(name, TESTS, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"--only: there is no test {name!r}{hint} (there is: {', '.join(TESTS)})")
+    if name not in TESTS:
+        raise UsageError(f"--only: {unknown_name('test', name, TESTS)}")
 
 
 def split_cpus(cpus: Sequence[int], groups_max: int = 8) -> tuple[tuple[int, ...], ...]:
@@ -136,10 +136,4 @@ def split_cpus(cpus: Sequence[int], groups_max: int = 8) -> tuple[tuple[int, ...
 
 def cpus_text(cpus: Sequence[int]) -> str:
     """Return *cpus* as ``0-3,8``, the list format of cpuset(7)."""
-    runs: list[list[int]] = []
-    for cpu in cpus:
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return compress(map(str, cpus)).strip("[]")

@@ -5,6 +5,8 @@ import os
 
 import click
 
+from gpuops.burnin.baseline_file import load_baselines
+from gpuops.burnin.judge import PeerLimits
 from gpuops.burnin.plan import TIERS, BurninTest, make_tests
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
@@ -19,6 +21,7 @@ from gpuops.gate.burnin_progress import TestedTest
 from gpuops.gate.node_lock import node_lock
 from gpuops.gate.record import CheckOccasion, record_check_run, record_options
 from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.trust import check_folders, current_uid
 from gpuops.log import printable
 from gpuops.model import Status, envelope
 from gpuops.units import format_seconds
@@ -32,9 +35,7 @@ _COUNTING_SUITE = "full"
 @click.option(
     "--tier",
     type=click.Choice(tuple(TIERS)),
-    default="10m",
-    show_default=True,
-    help="Which tests, and how long they measure in all.",
+    help="Which tests, and how long they measure in all; default: the setting burnin.tier (10m).",
 )
 @click.option("--only", metavar="TESTS", default="", help="Only these tests: gemm,hbm,host,…")
 @click.option(
@@ -58,7 +59,7 @@ _COUNTING_SUITE = "full"
 def burnin(
     ctx: click.Context,
     *,
-    tier: str,
+    tier: str | None,
     only: str,
     duration: float | None,
     gpus: str,
@@ -78,7 +79,8 @@ def burnin(
     if as_json and as_jsonl:
         raise UsageError("--json and --jsonl exclude each other")
     names = tuple(word.strip() for word in only.split(",") if word.strip())
-    settings = settings_of(ctx, check__suite=_COUNTING_SUITE)
+    settings = settings_of(ctx, check__suite=_COUNTING_SUITE, burnin__tier=tier)
+    tier = settings.values["burnin.tier"].value
     plan = counting_plan(build_request(settings, environ(), gpus=gpus))
     request = BurninRequest(
         plan=plan,
@@ -87,6 +89,8 @@ def burnin(
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         disks=local_disks(settings.root),
         environ=environ(),
+        baselines=load_baselines(check_folders(settings.site_dir, uid=current_uid()).baselines),
+        limits=_peer_limits(settings),
         resume=resume,
     )
     clock, output = SystemClock(), _Output(as_json=as_json, as_jsonl=as_jsonl)
@@ -101,6 +105,20 @@ def burnin(
             raise
         check_run = _finish(ctx, run, output, settings, clock, record=not no_record)
     return _EXIT_CODES.get(check_run.verdict, EXIT_OK)
+
+
+def _peer_limits(settings: Settings) -> PeerLimits:
+    """Return the limits that the site set, else the defaults; each with its source."""
+    warn = settings.values["burnin.peers_warn_percent"]
+    fail = settings.values["burnin.peers_fail_percent"]
+    default = PeerLimits()
+    origins = {item.origin for item in (warn, fail) if item.origin != "default"}
+    return PeerLimits(
+        warn_percent=warn.value,
+        suspect_percent=max(warn.value, default.suspect_percent),
+        fail_percent=fail.value,
+        source=", ".join(["[burnin]", *sorted(origins)]) if origins else default.source,
+    )
 
 
 def _asked(tier: str, names: tuple[str, ...], duration: float | None, gpus: str) -> str:
@@ -153,7 +171,14 @@ class _Output:
         self._as_json, self._as_jsonl = as_json, as_jsonl
 
     def watcher(self) -> BurninWatcher:
-        return BurninWatcher(on_start=self._on_start, on_done=self._on_done, on_problem=_warn)
+        lines = BurninWatcher(on_start=self._on_start, on_done=self._on_done, on_problem=_warn)
+        if self._as_json or self._as_jsonl or terminal_width() is None:
+            return lines
+        from rich.console import Console
+
+        from gpuops.cli.burnin_live import LiveDisplay
+
+        return LiveDisplay(Console()).watcher(lines)
 
     def _on_start(self, test: BurninTest, parts: int) -> None:
         if not self._as_json and not self._as_jsonl:

@@ -65,7 +65,7 @@ class _Terms:
 
 @click.command(epilog="Example: gpuops sweep --hosts gpu[001-016]")
 @click.option("--hosts", metavar="LIST", help="Sweep these hosts over ssh: gpu[001-016].")
-@click.option("--ssh", metavar="COMMAND", default="ssh -o BatchMode=yes", show_default=True)
+@click.option("--ssh", metavar="COMMAND", help="Default: the setting burnin.ssh.")
 @click.option(
     "--remote",
     metavar="COMMAND",
@@ -102,7 +102,7 @@ def sweep(
     ctx: click.Context,
     *,
     hosts: str | None,
-    ssh: str,
+    ssh: str | None,
     remote: str,
     seconds: float,
     size: int | None,
@@ -122,7 +122,8 @@ def sweep(
     a link failed; 3 it could not be judged; 64 a mistake on the command line; 75 the sweep was not
     finished.
     """
-    settings = settings_of(ctx, check__suite=GATE_SUITE)
+    settings = settings_of(ctx, check__suite=GATE_SUITE, burnin__ssh=ssh)
+    ssh_command = shlex.split(settings.values["burnin.ssh"].value)
     devices = _count_gpus(settings.root)
     terms = _Terms(
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
@@ -138,7 +139,7 @@ def sweep(
         if join is not None:
             return session.join_remote(join, run_key or "", name)
         if hosts is not None:
-            result = session.over_ssh(_hosts(hosts), shlex.split(ssh), shlex.split(remote))
+            result = session.over_ssh(_hosts(hosts), ssh_command, shlex.split(remote))
         else:
             step = step_of(environ())
             if step is None:

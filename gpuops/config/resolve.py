@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from gpuops.config.burnin_schema import BURNIN_SETTINGS
 from gpuops.config.schema import (
     CHECKPOINT_SETTINGS,
     RETENTION_SETTINGS,
@@ -252,6 +253,7 @@ SETTINGS = (
         lambda _env, _root: None,
         "the folder of scontrol; unset: the folders of Debian, RPMs and /opt/slurm",
     ),
+    *BURNIN_SETTINGS,
     *RETENTION_SETTINGS,
     *RUN_SETTINGS,
     *CHECKPOINT_SETTINGS,

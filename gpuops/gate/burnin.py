@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gpuops.burnin.judge import JudgeTerms, judge_test
+from gpuops.burnin.baseline import floors_in_force
+from gpuops.burnin.baseline_file import Baseline, checked_baseline
+from gpuops.burnin.judge import JudgeTerms, PeerLimits, judge_test
 from gpuops.burnin.measurement import Measurement
 from gpuops.burnin.plan import BurninTest
 from gpuops.burnin.results import ProgramOutput, SoftwareVersions
@@ -57,7 +59,8 @@ def program_command(
 class BurninRequest:
     """What to run. ``plan``: the checks that count errors; ``asked``: the options, as one text.
 
-    ``start_s``: how long a program may take besides its measuring.
+    ``baselines``, ``limits``: what results are held against. ``start_s``: how long a program may
+    take besides its measuring.
     """
 
     plan: CheckPlan
@@ -66,6 +69,8 @@ class BurninRequest:
     cpus: tuple[int, ...]
     disks: tuple[Path, ...]
     environ: Mapping[str, str]
+    baselines: Mapping[str, Baseline] = field(default_factory=dict)
+    limits: PeerLimits = field(default_factory=PeerLimits)
     resume: bool = False
     start_s: float = START_S
     command: Command = program_command
@@ -77,9 +82,14 @@ class BurninRequest:
 
 @dataclass(frozen=True, slots=True)
 class BurninWatcher:
-    """Callbacks: for each test as it begins and ends, and for what could not be saved."""
+    """Callbacks: for each test as it begins and ends, and for what could not be saved.
+
+    ``on_turn`` gets what was printed so far, many times a second; ``on_ended``: the programs ended.
+    """
 
     on_start: Callable[[BurninTest, int], None] = lambda _test, _parts: None
+    on_turn: Callable[[Sequence[ProgramOutput]], None] = lambda _outputs: None
+    on_ended: Callable[[], None] = lambda: None
     on_done: Callable[[TestedTest], None] = lambda _tested: None
     on_problem: Callable[[str], None] = lambda _text: None
 
@@ -95,12 +105,15 @@ class Burnin:
     _progress: BurninProgress | None = None
     _first: CounterReading | None = None
     _parts: PartsUnderTest | None = None
+    _baseline: Baseline | None = None
+    _no_baseline: str | None = None
 
     def run(self) -> None:
         """Run all tests that are not done yet; each is saved as it ends.
 
         Raises:
             UsageError: To resume, and there is nothing to go on from.
+            ConfigError: The baseline of this machine cannot be right.
             KeyboardInterrupt: No test runs any more; what was done is kept.
         """
         request, state_dir = self.request, self.request.plan.request.state_dir
@@ -115,6 +128,9 @@ class Burnin:
             self.versions["driver"] = gpus.nvml.driver
         context = JudgeContext(node=request.node, gpus=request.plan.request.gpus)
         self._parts = choose_parts(gpus, context, request.cpus, request.disks)
+        if self._shape:
+            found = checked_baseline(request.baselines, self._shape)
+            self._baseline, self._no_baseline = found
         done = {tested.name for tested in self._progress.done}
         for test in request.tests:
             if test.name not in done:
@@ -130,7 +146,7 @@ class Burnin:
         outputs = self._outputs(test, chosen, parts)
         for versions in (item for out in outputs for item in out.of(SoftwareVersions)):
             self.versions.update(versions.versions)
-        findings = judge_test(test, outputs, JudgeTerms(node=self.request.node)) if chosen else []
+        findings = judge_test(test, outputs, self._terms()) if chosen else []
         after = read_counters(self.request.plan, self.clock, before)
         findings += new_errors(before.run, after.run, test.name)
         tested = TestedTest(
@@ -145,6 +161,21 @@ class Burnin:
         self.watcher.on_done(tested)
         return after
 
+    @property
+    def _shape(self) -> str:
+        """Return what machine this is: its profile, else its GPUs or processors."""
+        profile = "none" if self._first is None else self._first.run.profile
+        return profile if profile != "none" or self._parts is None else self._parts.shape
+
+    def _terms(self) -> JudgeTerms:
+        floors = () if self._baseline is None else self._baseline.floors
+        versions = {name: self.versions.get(name, "") for name in ("driver", "nccl")}
+        return JudgeTerms(
+            node=self.request.node,
+            limits=self.request.limits,
+            floors=floors_in_force(floors, **versions),
+        )
+
     def _silenced(self, findings: list[Finding]) -> list[Finding]:
         plan = self.request.plan
         return apply_silences(
@@ -158,7 +189,8 @@ class Burnin:
         self, test: BurninTest, chosen: Sequence[PartUnderTest], parts: PartsUnderTest
     ) -> list[ProgramOutput]:
         request = self.request
-        visible = ",".join(part.visible_gpu for part in chosen if part.visible_gpu)
+        visible = ",".join(part.visible_gpu for part in parts.parts if part.visible_gpu)
+        sees_all = test.together or not test.on_parts
         outputs = [ProgramOutput(part.entity) for part in chosen]
         with TemporaryDirectory(prefix="gpuops-burnin-") as folder:
             commands = [
@@ -168,17 +200,21 @@ class Burnin:
                         part.as_rank(number) if test.together else part,
                         self._more_words(test, parts, (number, len(chosen)), Path(folder) / "meet"),
                     ),
-                    env=_environment(
-                        request.environ, visible if test.together else part.visible_gpu
-                    ),
+                    env=_environment(request.environ, visible if sees_all else part.visible_gpu),
                     deadline_s=_LATE * test.seconds + request.start_s,
                     question=f"burnin {test.name} {part.entity}",
                 )
                 for number, part in enumerate(chosen)
             ]
-            ends = run_together(
-                commands, lambda number, line: _keep(outputs[number], line), abandoned()
-            )
+            try:
+                ends = run_together(
+                    commands,
+                    lambda number, line: outputs[number].add_line(line),
+                    abandoned(),
+                    lambda: self.watcher.on_turn(outputs),
+                )
+            finally:
+                self.watcher.on_ended()
         for output, end in zip(outputs, ends, strict=True):
             _add_end(output, end)
         return outputs
@@ -190,9 +226,11 @@ class Burnin:
         if test.together:
             words = ("--rank", str(rank[0]), "--ranks", str(rank[1]), "--meet", str(meet))
             return (*words, "--node", self.request.node.id)
-        if test.name != "disk":
-            return ()
-        return [word for disk in parts.disks for word in ("--folder", str(disk))]
+        named = {
+            "disk": [("--folder", str(disk)) for disk in parts.disks],
+            "links": [("--gpu", gpu.visible_gpu) for gpu in parts.parts if gpu.visible_gpu],
+        }
+        return [word for words in named.get(test.name, ()) for word in words]
 
     def result(self) -> CheckRun:
         """Return what was found so far; tests that were not run are unknown."""
@@ -202,6 +240,11 @@ class Burnin:
         missing = [test.name for test in self.request.tests if test.name not in names]
         findings = [found for tested in done for found in tested.findings]
         findings += list(parts.findings) if parts is not None else []
+        if self._no_baseline is not None:
+            text, node = self._no_baseline, self.request.node
+            findings.append(
+                Finding(check="burnin/baseline", entity=node, status=Status.SKIP, message=text)
+            )
         if missing:
             text = f"interrupted: not run: {', '.join(missing)}; `--resume` goes on from there"
             reason = UnknownReason.NOT_RECORDED
@@ -227,10 +270,8 @@ class Burnin:
     def measured(self) -> list[Json]:
         """Return the payload of a ``burnin.measured`` for each measurement, without its run."""
         done = () if self._progress is None else self._progress.done
-        profile = "none" if self._first is None else self._first.run.profile
-        shape = "" if self._parts is None else self._parts.shape
         return [
-            measured_json(item, tested, profile if profile != "none" else shape, self.versions)
+            measured_json(item, tested, self._shape, self.versions)
             for tested in done
             for item in tested.measurements
         ]
@@ -239,11 +280,6 @@ class Burnin:
 def _environment(environ: Mapping[str, str], visible_gpus: str | None) -> Mapping[str, str]:
     gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus} if visible_gpus else {}
     return {**environ, **_STEADY, **gpu}
-
-
-def _keep(output: ProgramOutput, line: bytes) -> None:
-    if line.strip():
-        output.add_line(line)
 
 
 def _add_end(output: ProgramOutput, end: ParallelEnd) -> None:

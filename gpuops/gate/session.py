@@ -16,6 +16,7 @@ the two halves of a check on different machines: judging never reads the machine
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,8 @@ from gpuops.checks.core.runner import CheckRun, OnFinding, RunContext, judge, ru
 from gpuops.checks.core.silence import Silence, apply_silences, load_silences
 from gpuops.checks.core.suite import Suite, load_suite, suite_paths
 from gpuops.config.resolve import read_toml
-from gpuops.errors import ConfigError
+from gpuops.errors import BusyError, ConfigError
+from gpuops.gate.node_lock import node_lock
 from gpuops.gate.node_state import (
     GPUS_PROBE,
     READ_S,
@@ -47,6 +49,9 @@ from gpuops.host.process.abandoned import AbandonedProbes, abandoned
 from gpuops.host.records import from_json
 from gpuops.host.trust import check_folders, refuse_foreign_file
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+
+# It needs the GPUs for itself.
+_DIAGNOSTIC = "dcgm_diag"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +228,29 @@ def make_plan(request: CheckRequest) -> CheckPlan:
 def check_node(
     plan: CheckPlan, clock: Clock, on_finding: OnFinding = lambda _findings: None
 ) -> CheckRun:
-    """Return what the suite finds; the caller must have a single thread."""
+    """Return what the suite finds; the caller must have a single thread.
+
+    DCGM's diagnostic holds the node's lock while it runs, and is skipped where another test does.
+    """
     left = abandoned()
     stored, moment = _load_state(plan, clock, left)
     selector = plan.selector(stored.state.profile)
     run = run_context(plan, selector, stored, moment, on_finding)
-    check_run = run_suite(plan.suite, _machine(plan, stored), run, clock, left)
+    with ExitStack() as stack:
+        suite, busy = plan.suite, list[Finding]()
+        if _DIAGNOSTIC in suite.names:
+            try:
+                stack.enter_context(node_lock(plan.request.state_dir, _DIAGNOSTIC))
+            except BusyError as exc:
+                others = tuple(item for item in suite.planned if item.check.name != _DIAGNOSTIC)
+                suite = replace(suite, planned=others)
+                node, skip = run.judge_context.node, Status.SKIP
+                busy.append(Finding(check=_DIAGNOSTIC, entity=node, status=skip, message=str(exc)))
+                on_finding(busy)
+        check_run = run_suite(suite, _machine(plan, stored), run, clock, left)
+    found = replace(check_run, findings=(*check_run.findings, *busy))
     return with_notes(
-        replace(check_run, moment=moment, fleet=stored.state.fleet), selector, stored, run
+        replace(found, moment=moment, fleet=stored.state.fleet), selector, stored, run
     )
 
 

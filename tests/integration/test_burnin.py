@@ -11,6 +11,8 @@ from support.command import gpuops
 from support.fake_root import FakeRoot
 from support.small_disk import small_disk
 
+from gpuops.burnin.baseline import Floor
+from gpuops.burnin.baseline_file import Baseline
 from gpuops.burnin.plan import TESTS
 from gpuops.burnin.results import (
     Measurement,
@@ -19,12 +21,12 @@ from gpuops.burnin.results import (
     WrongResult,
     to_line,
 )
-from gpuops.errors import BusyError, UsageError
-from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher
+from gpuops.errors import BusyError, ConfigError, UsageError
+from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher, program_command
 from gpuops.gate.burnin_counters import counting_plan
 from gpuops.gate.burnin_progress import progress_path
 from gpuops.gate.node_lock import node_lock
-from gpuops.gate.session import CheckRequest
+from gpuops.gate.session import CheckRequest, check_node, make_plan
 from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import process_state
 from gpuops.model import Entity, EntityKind, FailureClass, Status, UnknownReason
@@ -38,7 +40,7 @@ NIC = "sys/bus/pci/devices/0000:1c:00.0"
 
 def rate(part, value=100.0):
     return Measurement(
-        test="gemm", part=part, parameters={"dtype": "fp32"}, values=(value,), unit="GFLOP/s"
+        test="gemm", part=part, parameters={"dtype": "fp32"}, values=(value,), unit="TFLOP/s"
     )
 
 
@@ -77,15 +79,21 @@ def burnin(root, tmp_path):
                 suite="full", node="n1", root=root.path, state_dir=state_dir, uid=os.geteuid()
             )
         )
+        bad_part, code = changes.pop("real_but", (None, None))
+
+        def choose(test, part, more):
+            if command is not None:
+                return command(test, part.entity)
+            real = program_command(test, part, more)
+            planted = [sys.executable, "-c", code, *real[real.index("--device") :]]
+            return planted if part.entity.id == bad_part else real
+
         request = BurninRequest(
             plan=plan,
             tests=tests,
             asked="--tier 10m",
-            cpus=(0, 1, 2),
-            disks=(),
-            environ=dict(os.environ),
-            command=lambda test, part, _more: command(test, part.entity),
-            **changes,
+            **{"cpus": (0, 1, 2), "disks": (), "environ": dict(os.environ), **changes},
+            command=choose,
         )
         return Burnin(request, FakeClock(), watcher or BurninWatcher())
 
@@ -113,6 +121,88 @@ def test_equal_parts_pass_and_each_measurement_is_told(burnin):
     assert [item["part"]["id"] for item in told] == ["0", "1", "2"]
     assert told[0]["parameters"] == "dtype=fp32"
     assert told[0]["shape"].startswith("3 x ")
+
+
+def floor(**changes):
+    values = {"test": "gemm", "parameters": "dtype=fp32", "value": 120.0, "unit": "TFLOP/s"}
+    return Floor(**{**values, "source": "ours", **changes})
+
+
+def site(shape, *floors):
+    return {"ours": Baseline(name="ours", path="ours.toml", shape=shape, floors=floors)}
+
+
+def shape_of(burnin):
+    made = burnin(lambda _test, part: says(*healthy(part)))
+    run(made)
+    return made.measured()[0]["shape"]
+
+
+def test_a_floor_of_this_machine_is_what_its_parts_are_held_to(burnin):
+    baselines = site(shape_of(burnin), floor(), floor(parameters="dtype=bf16"))
+    result = run(burnin(lambda _test, part: says(*healthy(part)), baselines=baselines))
+
+    slow = [item for item in result.findings if item.status is Status.WARN]
+    assert [(item.entity, item.threshold, item.source) for item in slow] == [
+        (cpu, ">= 120 TFLOP/s", "ours") for cpu in CPUS
+    ]
+    (wanted,) = [item for item in result.findings if item.status is Status.SKIP]
+    assert (wanted.value, wanted.message) == (None, "dtype=bf16: not measured")
+
+
+def test_a_baseline_of_another_shape_is_not_used_and_that_is_said_once(burnin):
+    result = run(burnin(lambda _test, part: says(*healthy(part)), baselines=site("h100", floor())))
+
+    assert result.verdict is Status.PASS
+    (note,) = [item for item in result.findings if item.check == "burnin/baseline"]
+    assert note.status is Status.SKIP
+    assert note.message.endswith("(there is: h100); only parts of this node are compared")
+
+
+def test_a_floor_a_thousand_times_off_its_neighbours_stops_the_burn_in_before_any_test(burnin):
+    ran, shape = [], shape_of(burnin)
+    off = site(shape, floor(), floor(parameters="dtype=bf16", value=0.012))
+
+    with pytest.raises(ConfigError, match=r"the baseline ours\.toml: gemm dtype=.* times off"):
+        burnin(lambda *about: ran.append(about), baselines=off).run()
+    assert ran == []
+
+
+BASELINE = """
+shape = "x"
+[[floor]]
+test = "gemm"
+unit = "TFLOP/s"
+value = 700.0
+median = 710.0
+results = 60
+parts = 20
+nodes = 4
+source = "learned: 4 nodes"
+"""
+
+
+def test_a_baseline_of_fewer_nodes_than_its_minimum_is_a_mistake(tmp_path):
+    folder = tmp_path / "site" / "baselines"
+    folder.mkdir(parents=True)
+    (folder / "x.toml").write_text(BASELINE)
+    result = gpuops("burnin", "--duration", "1", env={"GPUOPS_SITE_DIR": str(tmp_path / "site")})
+
+    assert (result.returncode, result.stdout) == (64, "")
+    assert "x.toml (gemm): it was learned from 60 results of 4 nodes" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root distrusts what users can write")
+def test_root_refuses_a_baseline_that_a_user_can_write(tmp_path):
+    path = tmp_path / "site" / "baselines" / "x.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(BASELINE.replace("nodes = 4", "nodes = 8"))
+    path.chmod(0o666)
+    result = gpuops("burnin", "--duration", "1", env={"GPUOPS_SITE_DIR": str(tmp_path / "site")})
+
+    assert (result.returncode, result.stdout) == (64, "")
+    assert "root does not read" in result.stderr
+    assert "x.toml" in result.stderr
 
 
 def test_a_part_with_other_bits_is_named_and_fails(burnin):
@@ -162,7 +252,7 @@ def test_what_one_program_prints_costs_no_other_part_its_result(burnin, planted,
 
     result = run(burnin(command))
 
-    rates = [item for item in result.findings if item.unit == "GFLOP/s"]
+    rates = [item for item in result.findings if item.unit == "TFLOP/s"]
     assert [item.status for item in rates] == [Status.PASS]
     unknown = [(item.entity, item.unknown_reason) for item in bad(result)]
     assert unknown == ([] if text is None else [(CPUS[1], UnknownReason.CRASH)])
@@ -291,6 +381,26 @@ def test_a_second_burn_in_is_refused_and_names_the_first(tmp_path):
     assert f"burnin (pid {os.getpid()})" in result.stderr
 
 
+def test_dcgm_diag_is_skipped_while_the_node_is_tested_and_holds_it_while_it_runs(root, tmp_path):
+    state_dir, seen = tmp_path / "state", tmp_path / "seen"
+    state_dir.mkdir()
+    root.write("usr/bin/dcgmi", f"#!/bin/sh\ncat {state_dir}/node-test.lock > {seen}\n")
+    (root.path / "usr/bin/dcgmi").chmod(0o755)
+    request = CheckRequest(
+        suite="diag", node="n1", root=root.path, state_dir=state_dir, uid=os.geteuid()
+    )
+    plan = make_plan(dataclasses.replace(request, only=("dcgm_diag",)))
+
+    with node_lock(state_dir, "burnin"):
+        (busy,) = check_node(plan, FakeClock()).findings
+    assert (busy.check, busy.status) == ("dcgm_diag", Status.SKIP)
+    assert f"this node is being tested: burnin (pid {os.getpid()})" in busy.message
+    assert not seen.exists()
+
+    check_node(plan, FakeClock())
+    assert json.loads(seen.read_text()) == {"pid": os.getpid(), "suite": "dcgm_diag"}
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -307,6 +417,41 @@ def test_mistakes_on_the_command_line_are_64(words, text):
     assert text in result.stderr
 
 
+FLIPS = """
+import sys, torch
+from gpuops.worker.burnin import gemm
+
+calls = []
+
+def flips(a, b, out):
+    torch.matmul(a, b, out=out)
+    calls.append(1)
+    # The first product is what the others are compared with.
+    if a.dtype == torch.float32 and len(calls) > 3:
+        out.view(torch.int32)[7, 9] ^= 1
+
+gemm._measure = lambda device, found, emit: gemm.measure_gemm(device, found.seconds, emit, flips)
+sys.exit(gemm.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.torch
+def test_one_element_that_one_part_flips_fails_the_burn_in_and_names_the_part(burnin):
+    """The real programs; in that of one part an element of later products has another bit."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))[:2]
+    made = burnin(None, cpus=cpus, real_but=(str(cpus[0]), FLIPS))
+    result = run(made)
+
+    (found,) = [item for item in result.findings if item.status is Status.FAIL]
+    assert result.verdict is Status.FAIL
+    assert (found.check, found.entity) == ("burnin/gemm", Entity(EntityKind.CPU, str(cpus[0])))
+    assert found.failure_class is FailureClass.HOST_CPU
+    assert "differed in 1 of 1048576 elements" in found.message
+    assert "row 7, column 9" in found.message
+    failed = {item["part"]["id"] for item in made.measured() if item["status"] == "fail"}
+    assert failed == {str(cpus[0])}
+
+
 @pytest.mark.torch
 def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
     # No store, so that what was recorded stays in the spool.
@@ -316,12 +461,14 @@ def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     body = json.loads(result.stdout)
     assert body["schema"] == "gpuops.burnin/1"
-    assert {item["check"] for item in body["findings"] if item["unit"]} == {
-        "burnin/gemm",
-        "burnin/hbm",
-        "burnin/collectives",
-        "burnin/host",
-    }
+    tests = {"burnin/gemm", "burnin/hbm", "burnin/links", "burnin/host"}
+    if len(os.sched_getaffinity(0)) > 1:
+        tests.add("burnin/collectives")
+    else:
+        (skip,) = [item for item in body["findings"] if item["check"] == "burnin/collectives"]
+        assert (skip["status"], skip["unknown_reason"]) == ("skip", "not_supported")
+        assert "there is one part: nothing to exchange" in skip["message"]
+    assert {item["check"] for item in body["findings"] if item["unit"]} == tests
     measured = body["measurements"]
     assert all(item["value"] > 0 for item in measured)
     assert "torch" in measured[0]["software"]

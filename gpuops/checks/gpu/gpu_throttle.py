@@ -22,7 +22,7 @@ REASONS = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
-_TEXTS = {
+REASON_TEXTS = {
     "sw_power_cap": "its power limit",
     "hw_slowdown": "the hardware",
     "sync_boost": "a slower GPU of its group",
@@ -72,7 +72,7 @@ def _judge(gpu: NvmlGpu, parameters: Parameters) -> GpuResult:
         return ()
     needed = {name: SAMPLES if bit & SAMPLED_REASONS else 1 for name, bit in REASONS.items()}
     failing = [name for name in found if name in parameters.fail and counts[name] >= needed[name]]
-    reasons = ", ".join(_TEXTS[name] for name in found)
+    reasons = ", ".join(REASON_TEXTS[name] for name in found)
     often = f", in {max(counts[name] for name in found)} of {len(samples)} samples"
     return GpuVerdict(
         status=Status.FAIL if failing else Status.WARN,

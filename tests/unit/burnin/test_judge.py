@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from gpuops.burnin.baseline import WILKS_RESULTS, Floor
 from gpuops.burnin.judge import JudgeTerms, PeerLimits, judge_test
 from gpuops.burnin.measurement import Measurement
 from gpuops.burnin.plan import TESTS
@@ -213,3 +214,118 @@ def test_what_a_part_cannot_do_is_skipped_and_what_was_refused_is_unknown(reason
     found = judge_test(GEMM, [output(0, item)], TERMS)[0]
 
     assert (found.status, found.message) == (status, "not measured: no bf16")
+
+
+LEARNED = Floor(
+    test="gemm",
+    parameters="dtype=bf16",
+    value=680.0,
+    median=700.0,
+    unit="TFLOP/s",
+    results=4 * WILKS_RESULTS,
+    parts=WILKS_RESULTS,
+    nodes=20,
+    source="learned: 20 nodes",
+)
+QUOTED = Floor(test="gemm", parameters="dtype=bf16", value=680.0, unit="TFLOP/s", source="DCGM")
+
+
+def held_to(*floors):
+    return JudgeTerms(node=NODE, floors=floors)
+
+
+def with_repeats(*values, number=0, **changes):
+    return [output(number, measured(number, *values, **changes))]
+
+
+def test_a_floor_is_what_is_wanted_with_its_source_and_beats_the_peers():
+    (found,) = judge_test(GEMM, rates(700, 690, 705, 698), held_to(LEARNED))
+
+    assert (found.status, found.value) == (Status.PASS, 690)
+    assert (found.threshold, found.source) == (">= 680 TFLOP/s", "learned: 20 nodes")
+
+
+def test_a_little_below_the_floor_is_a_note_as_one_in_fifty_healthy_results_is():
+    (found,) = judge_test(GEMM, with_repeats(679, 679, 679), held_to(LEARNED))
+
+    assert found.status is Status.PASS
+    assert found.message.endswith("; below the floor, as one in fifty healthy results is")
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "status", "text"),
+    [
+        ((600, 600, 600), {}, Status.FAIL, "far from the median of healthy parts, 700"),
+        ((600, 600), {}, Status.WARN, "far from the median of healthy parts, 700"),
+        (
+            (600, 600, 600),
+            {"parts": WILKS_RESULTS - 1},
+            Status.WARN,
+            "learned from 148 parts it only warns (149 may fail)",
+        ),
+    ],
+)
+def test_far_below_a_learned_floor_fails_only_if_it_is_sure(values, changes, status, text):
+    floor = dataclasses.replace(LEARNED, **changes)
+    (found,) = judge_test(GEMM, with_repeats(*values), held_to(floor))
+
+    assert (found.entity, found.status, found.value) == (part(0), status, 600)
+    assert found.failure_class is FailureClass.GPU_SLOW
+    assert (found.threshold, found.source) == (">= 680 TFLOP/s", "learned: 20 nodes")
+    assert text in found.message
+
+
+def test_a_quoted_floor_only_warns():
+    (found,) = judge_test(GEMM, with_repeats(60, 60, 60), held_to(QUOTED))
+
+    assert (found.status, found.source) == (Status.WARN, "DCGM")
+    assert found.message == "dtype=bf16: below the floor; a quoted floor only warns"
+
+
+def test_all_parts_below_the_floor_are_named_though_they_are_alike():
+    found = judge_test(GEMM, rates(600, 601, 602, 603), held_to(QUOTED))
+
+    assert [(item.entity, item.status) for item in found] == [
+        (part(number), Status.WARN) for number in range(4)
+    ]
+
+
+def test_a_latency_above_its_floor_warns():
+    floor = dataclasses.replace(QUOTED, value=5.0, unit="us", higher_is_better=False)
+    outputs = with_repeats(9.0, 9.0, 9.0, unit="us", higher_is_better=False)
+    (found,) = judge_test(GEMM, outputs, held_to(floor))
+
+    assert (found.status, found.threshold) == (Status.WARN, "<= 5 us")
+    assert "above the floor" in found.message
+
+
+@pytest.mark.parametrize(
+    "changes", [{"parameters": "dtype=fp8"}, {"unit": "GB/s"}], ids=["parameters", "unit"]
+)
+def test_a_floor_that_nothing_was_measured_for_is_shown_without_a_value(changes):
+    floor = dataclasses.replace(QUOTED, **changes)
+    passed, wanted = judge_test(GEMM, rates(700), held_to(floor))
+
+    assert (passed.status, passed.threshold) == (Status.PASS, None)
+    assert (wanted.status, wanted.value) == (Status.SKIP, None)
+    assert (wanted.source, wanted.threshold) == ("DCGM", f">= 680 {floor.unit}")
+    assert wanted.message == f"{floor.parameters}: not measured"
+
+
+def test_floors_of_other_tests_are_not_wanted_of_this_one():
+    (found,) = judge_test(GEMM, rates(700), held_to(dataclasses.replace(QUOTED, test="hbm")))
+
+    assert found.status is Status.PASS
+
+
+def test_a_slow_clock_has_the_reason_that_its_own_part_gives():
+    notes = [ProgramNote(test="soak", part=part(i), message=f"reason {i}") for i in range(4)]
+    outputs = [
+        output(i, measured(i, mhz, unit="MHz", parameters={"kind": "clock"}), notes[i])
+        for i, mhz in enumerate((1980, 1980, 1400, 1975))
+    ]
+    (found,) = judge_test(TESTS["soak"], outputs, TERMS)
+
+    assert (found.entity, found.status) == (part(2), Status.WARN)
+    assert found.message.endswith(", suspect; reason 2")
+    assert "reason 1" not in found.message

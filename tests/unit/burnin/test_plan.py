@@ -3,6 +3,7 @@
 import pytest
 
 from gpuops.burnin.plan import TESTS, TIERS, cpus_text, make_tests, split_cpus
+from gpuops.config.burnin_schema import BURNIN_TIERS
 from gpuops.errors import UsageError
 
 
@@ -14,6 +15,10 @@ def test_the_tests_of_a_tier_fill_its_time(tier):
     assert {test.name for test in tests} <= set(TESTS)
 
 
+def test_each_tier_can_be_set():
+    assert tuple(TIERS) == BURNIN_TIERS
+
+
 def test_a_longer_tier_has_every_test_of_a_shorter_one():
     names = [{test.name for test in make_tests(tier)} for tier in ("10m", "30m", "60m")]
 
@@ -21,7 +26,7 @@ def test_a_longer_tier_has_every_test_of_a_shorter_one():
 
 
 def test_a_duration_scales_all_tests():
-    assert [test.seconds for test in make_tests("10m", (), 10)] == [4, 2, 2, 2]
+    assert [test.seconds for test in make_tests("10m", (), 10)] == [4, 2, 1, 2, 1]
 
 
 def test_only_takes_any_test_of_all_tiers():

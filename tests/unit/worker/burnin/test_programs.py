@@ -1,6 +1,7 @@
 """The programs of the burn-in on processors: what they measure, and what is planted is found."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ from gpuops.burnin.results import (
     ResultDigest,
     WrongResult,
 )
+from gpuops.checks.gpu.gpu_throttle import REASONS
+from gpuops.host.nvml.facts import Clocks, NvmlGpu, Power, Temperatures
 from gpuops.model import Entity, EntityKind
-from gpuops.worker.burnin.gemm import digest_of, fixed_matrix, measure_gemm
+from gpuops.worker.burnin.gemm import digest_of, fixed_matrix, measure_gemm, multiply
 from gpuops.worker.burnin.host import measure_disk, measure_processors
+from gpuops.worker.burnin.links import NumaNodes, measure_links
 from gpuops.worker.burnin.memory import (
     MemoryPieces,
     measure_bandwidth,
     measure_patterns,
 )
 from gpuops.worker.burnin.program import DeviceUnderTest, parse_cpus, rates
+from gpuops.worker.burnin.soak import measure_soak, samples_text
 
 PART = Entity(EntityKind.CPU, "0")
 CPU = DeviceUnderTest(
@@ -97,6 +102,14 @@ def test_nan_is_the_same_as_itself(records):
     measure_gemm(CPU, SECONDS, records.append, lambda _a, _b, out: out.fill_(float("nan")))
 
     assert of(records, WrongResult) == []
+
+
+def test_fp8_is_multiplied_with_the_second_matrix_transposed():
+    a, b = (fixed_matrix(64, seed, torch.float8_e4m3fn, CPU.torch_device) for seed in (1, 2))
+    out = torch.empty(64, 64, dtype=torch.bfloat16)
+    multiply(a, b, out)
+
+    assert torch.equal(out, (a.float() @ b.float().t()).to(torch.bfloat16))
 
 
 def test_fixed_inputs_are_the_same_wherever_they_are_made():
@@ -188,5 +201,90 @@ def test_a_folder_that_cannot_be_written_says_why(records, tmp_path):
 
 def test_lists_of_processors():
     assert parse_cpus("0-2,8") == (0, 1, 2, 8)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="a-b"):
         parse_cpus("a-b")
+
+
+def test_a_soak_compares_its_end_with_its_beginning(records):
+    measure_soak(CPU, SECONDS, records.append)
+
+    rate, held = of(records, Measurement)
+    assert (rate.test, rate.parameters_text) == ("soak", "dtype=fp32 size=1024")
+    assert (held.parameters_text, held.unit) == ("kind=last-to-first", "%")
+    assert held.is_measured
+    assert of(records, WrongResult) == []
+
+
+def gpu(mhz, reasons=0, core_c=60.0, drawn_w=400.0):
+    return NvmlGpu(
+        index=0,
+        clocks=Clocks(sm_mhz=mhz, reasons=reasons),
+        temperature=Temperatures(core_c=core_c),
+        power=Power(drawn_w=drawn_w),
+    )
+
+
+def test_a_soak_of_a_gpu_samples_its_clocks_as_long_as_it_runs(records, monkeypatch):
+    asked = []
+
+    def read_gpu():
+        asked.append(1)
+        return gpu(1900)
+
+    monkeypatch.setattr("gpuops.worker.burnin.soak.EVERY_S", 0.001)
+
+    def multiply_until_sampled(a, b, out):
+        torch.matmul(a, b, out=out)
+        while len(asked) < 3:
+            time.sleep(0.001)
+
+    measure_soak(CPU, SECONDS, records.append, read_gpu, multiply_until_sampled)
+
+    clock = next(x for x in of(records, Measurement) if x.parameters_text == "kind=clock")
+    assert (clock.unit, clock.median) == ("MHz", 1900)
+    assert len(clock.values) >= 3
+    (note,) = of(records, ProgramNote)
+    assert "at most 60 C, at most 400 W" in note.message
+
+
+def test_samples_name_what_reduced_the_clocks_and_how_often():
+    hot = gpu(1400, REASONS["hw_thermal"] | REASONS["sw_power_cap"], core_c=88.0, drawn_w=690.0)
+
+    assert samples_text([gpu(1980), hot, hot]) == (
+        "3 samples: at most 88 C, at most 690 W, clocks reduced by its power limit in 2 of 3,"
+        " clocks reduced by the hardware, for heat in 2 of 3"
+    )
+    assert samples_text([]) == "NVML gave no clocks, power or temperature"
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """Return the root of a machine with two NUMA nodes of processors and one of memory alone."""
+    for node, (cpus, distance) in enumerate((("0-3", "10 21 30"), ("4-7", "21 10 12"), ("", "9"))):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+        (folder / "distance").write_text(f"{distance}\n")
+    return tmp_path
+
+
+def test_the_far_processors_are_those_of_the_farthest_node_with_any(two_nodes):
+    nodes = NumaNodes.read(two_nodes, (0, 1, 4, 5))
+
+    assert nodes.places(0) == {"near": [0, 1], "far": [4, 5]}
+    assert nodes.places(1) == {"near": [4, 5], "far": [0, 1]}
+    assert nodes.places(2) == {"unknown": [0, 1, 4, 5]}
+    assert nodes.places(None) == {"unknown": [0, 1, 4, 5]}
+    assert NumaNodes.read(two_nodes, (0,)).places(0) == {"near": [0]}
+
+
+def test_copies_of_the_host_are_measured_from_near_and_far(records):
+    measure_links([(CPU, {"near": CPU.cpus, "far": CPU.cpus})], SECONDS, records.append)
+
+    assert [item.parameters_text for item in of(records, Measurement)] == [
+        f"kind={kind} numa={numa} size=64MiB"
+        for numa in ("near", "far")
+        for kind in ("write", "read")
+    ]
+    assert all(item.is_measured for item in of(records, Measurement))
+    assert of(records, WrongResult) == []

@@ -1,0 +1,176 @@
+"""Links of a node: copies between the host's memory and each GPU, and between GPUs.
+
+``python -m gpuops.worker.burnin.links --device cpu:0-63 --gpu GPU-… --gpu GPU-… --seconds 60``
+
+One GPU after another: together they would share the host's memory. Where there is no GPU the same
+copies are made between buffers of the host's NUMA nodes.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpuops.burnin.bandwidth import size_text
+from gpuops.checkpoint.memory.numa import numa_node_of
+from gpuops.host.trust import text_of
+from gpuops.model import Entity, EntityKind
+from gpuops.worker.burnin.memory import free_bytes
+from gpuops.worker.burnin.program import (
+    DeviceUnderTest,
+    Emit,
+    Reporter,
+    arguments,
+    open_device,
+    parse_cpus,
+    rates,
+    run_program,
+)
+
+TEST = "links"
+_GPU_BYTES = 256 * 2**20
+_CPU_BYTES = 64 * 2**20
+
+# The processors next to a device and far from it: they allocate and touch the host's buffer.
+Places = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNodes:
+    """The processors of each NUMA node that this process may use, and all distances by node."""
+
+    cpus: Mapping[int, Sequence[int]]
+    distances: Mapping[int, Mapping[int, int]]
+
+    @classmethod
+    def read(cls, root: Path, allowed: Sequence[int]) -> "NumaNodes":
+        """Return those of the machine below *root*; none where the kernel does not show them."""
+        folders = {
+            int(folder.name.removeprefix("node")): folder
+            for folder in (root / "sys/devices/system/node").glob("node[0-9]*")
+        }
+        cpus = {}
+        for node, folder in sorted(folders.items()):
+            text = text_of(folder / "cpulist")
+            cpus[node] = [cpu for cpu in parse_cpus(text) if cpu in allowed] if text else []
+        distances = {}
+        for node, folder in folders.items():
+            found = map(int, (text_of(folder / "distance") or "").split())
+            distances[node] = dict(zip(sorted(folders), found, strict=False))
+        return cls({node: found for node, found in cpus.items() if found}, distances)
+
+    def places(self, near: int | None) -> Places:
+        """Return the processors of the node *near* and of the farthest; of any if it is unknown."""
+        if near not in self.cpus or near is None:
+            return {"unknown": sorted(itertools.chain(*self.cpus.values()))}
+        distance = self.distances.get(near, {})
+        far = max(self.cpus, key=lambda node: distance.get(node, 0))
+        return {"near": self.cpus[near], **({"far": self.cpus[far]} if far != near else {})}
+
+
+def measure_links(
+    devices: Sequence[tuple[DeviceUnderTest, Places]], seconds: float, emit: Emit
+) -> None:
+    """Measure the links of *devices*, each with the processors that are next to it or far."""
+    gpus = [device for device, _places in devices if device.is_gpu]
+    pairs = list(itertools.permutations(gpus, 2))
+    works = sum(2 * len(places) for _device, places in devices) + len(gpus) + len(pairs)
+    share_s = seconds / works
+    for device, places in devices:
+        for numa, cpus in places.items():
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+            _measure_host(device, numa, share_s, emit)
+        if device.is_gpu:
+            _measure_launch(device, share_s, emit)
+    for source, target in pairs:
+        _measure_peer(source, target, share_s, emit)
+
+
+def _measure_host(device: DeviceUnderTest, numa: str, seconds: float, emit: Emit) -> None:
+    """Measure copies of page-locked memory, to the device and back, and compare what comes back."""
+    size = _GPU_BYTES if device.is_gpu else min(_CPU_BYTES, free_bytes(device) // 4)
+    kinds = ("h2d", "d2h") if device.is_gpu else ("write", "read")
+    host = _pattern(size, device.is_gpu)
+    back = torch.zeros_like(host, pin_memory=device.is_gpu)
+    there = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+    report = Reporter(TEST, device.part, emit)
+    for kind, target, source in ((kinds[0], there, host), (kinds[1], back, there)):
+        values = _copies(device, target, source, seconds)
+        parameters = {"kind": kind, "numa": numa, "size": size_text(size)}
+        report.measured(parameters, values, "GB/s")
+    _compare(report, {"kind": kinds[1], "numa": numa}, back, host)
+
+
+def _measure_peer(
+    source: DeviceUnderTest, target: DeviceUnderTest, seconds: float, emit: Emit
+) -> None:
+    size = _GPU_BYTES
+    pattern = _pattern(size, is_pinned=False)
+    there = torch.zeros(size, dtype=torch.uint8, device=target.torch_device)
+    values = _copies(source, there, pattern.to(source.torch_device), seconds)
+    direct = torch.cuda.can_device_access_peer(source.torch_device, target.torch_device)
+    parameters = {"kind": "p2p", "path": "direct" if direct else "host", "size": size_text(size)}
+    part = Entity(EntityKind.LINK, f"{source.part.id} {target.part.id}")
+    report = Reporter(TEST, part, emit)
+    report.measured(parameters, values, "GB/s")
+    _compare(report, {"kind": "p2p"}, there.cpu(), pattern)
+
+
+def _measure_launch(device: DeviceUnderTest, seconds: float, emit: Emit) -> None:
+    one = torch.zeros(1, device=device.torch_device)
+    values = [1e6 / rate for rate in rates(lambda: one.add_(1), device, seconds, 1.0)]
+    report = Reporter(TEST, device.part, emit)
+    report.measured({"kind": "launch"}, values, "us", higher_is_better=False)
+
+
+def _pattern(size: int, is_pinned: bool) -> torch.Tensor:
+    pattern = (torch.arange(251, dtype=torch.uint8).repeat(-(-size // 251)))[:size]
+    return pattern.pin_memory() if is_pinned else pattern
+
+
+def _copies(
+    device: DeviceUnderTest, target: torch.Tensor, source: torch.Tensor, seconds: float
+) -> Sequence[float]:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return rates(copy, device, seconds, target.numel() / 1e9)
+
+
+def _compare(
+    report: Reporter, parameters: Mapping[str, str], found: torch.Tensor, sent: torch.Tensor
+) -> None:
+    if not torch.equal(found, sent):
+        wrong = (found != sent).nonzero()
+        text = f"{len(wrong)} of {len(sent)} bytes changed on the way, the first is {int(wrong[0])}"
+        report.wrong(parameters, text)
+
+
+def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
+    nodes = NumaNodes.read(Path("/"), device.cpus)
+    if not found.gpu:
+        measure_links([(device, nodes.places(min(nodes.cpus, default=None)))], found.seconds, emit)
+        return
+    gpus = []
+    for number, uuid in enumerate(found.gpu):
+        gpu = open_device(f"cuda:{number}", f"{EntityKind.GPU}:{uuid}")
+        near = numa_node_of(torch.cuda.get_device_properties(number))
+        gpus.append((gpu, nodes.places(near)))
+    measure_links(gpus, found.seconds, emit)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; return its exit code."""
+    parser = arguments(TEST)
+    parser.add_argument("--gpu", action="append", default=[], help="A UUID, as they are visible.")
+    return run_program(parser, argv, _measure, TEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -184,7 +184,12 @@ def _repeated(breakdown: RunBreakdown) -> list[str]:
 
 
 def _restarts(breakdown: RunBreakdown) -> list[str]:
-    restart_s = sum(breakdown.lost[phase] for phase in _RESTART_PHASES)
+    first = breakdown.attempts[0].row.ordinal if breakdown.attempts else 0
+    restart_s = sum(
+        span.seconds
+        for span in breakdown.spans
+        if span.phase in _RESTART_PHASES and (span.ordinal, span.phase) != (first, TimePhase.INIT)
+    )
     count = sum(1 for attempt in breakdown.attempts if attempt.row.ordinal > 0)
     if not count or restart_s < RESTART_SHARE_MIN * breakdown.wall_s:
         return []

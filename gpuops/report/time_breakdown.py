@@ -12,8 +12,9 @@ detection to the first new step is `RESTART`.
 
 Three conventions. A step that is made twice counts as productive the first time and as ``redo`` the
 second, so that lost work is charged to the failure that caused it. An attempt that failed without a
-step is lost entirely: its start is the last progress, so all of it is ``detect``, as in its
-incident. Unknown time (no step numbers, no heartbeats, no end on record) is a separate phase.
+step is lost entirely, as in its incident: ``init`` from the start of its workers to the failure,
+``detect`` from there (all of it, without an incident). Unknown time (no step numbers, no
+heartbeats, no end on record) is a separate phase.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class AgentLiveness(StrEnum):
 
 
 REGROUPED = "regrouped"  # the outcome of an attempt that was ended to add nodes
-# In chronological order. The init of the first attempt is not lost.
+# In chronological order. The init of the first attempt is not lost if it made a step.
 LOST_PHASES = (
     TimePhase.DETECT,
     TimePhase.DECIDE,
@@ -79,11 +80,12 @@ class PhaseSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """When the failure of an attempt was detected, epoch µs, and its cost by its incident.
+    """When an attempt failed and this was detected, epoch µs, and its cost by its incident.
 
     The durations are µs; None: not reported.
     """
 
+    failed_us: int
     detected_us: int
     decide_us: int | None = None
     rendezvous_us: int | None = None
@@ -154,17 +156,27 @@ class RunBreakdown:
 
     @property
     def lost(self) -> dict[TimePhase, float]:
-        """Return the seconds lost to failures, by phase, without the first attempt's start."""
-        first = self.attempts[0].row.ordinal if self.attempts else 0
-        spans = [s for s in self.spans if s.phase not in _LAUNCH_PHASES or s.ordinal != first]
+        """Return the seconds lost to failures, by phase, without the launch."""
+        spans = [span for span in self.spans if not self._is_launch(span)]
         return {
             phase: sum(s.end_us - s.start_us for s in spans if s.phase is phase) / US_PER_S
             for phase in LOST_PHASES
         }
 
+    def _is_launch(self, span: PhaseSpan) -> bool:
+        """Return whether *span* is before the first step of the run's first attempt.
+
+        Without a step, only the time before its workers started is the launch.
+        """
+        first = self.attempts[0].row if self.attempts else None
+        if span.phase not in _LAUNCH_PHASES or first is None or span.ordinal != first.ordinal:
+            return False
+        has_stepped = first.first_step_us is not None
+        return has_stepped or first.start_us is None or span.start_us < first.start_us
+
     @property
     def lost_s(self) -> float:
-        """Return the seconds lost to failures, from detection to the last repeated step."""
+        """Return the seconds lost to failures, up to the last repeated step."""
         return sum(self.lost.values())
 
     @property
@@ -267,6 +279,7 @@ def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:
         known = found.get(incident.attempt)
         if known is None or incident.detected_us < known.detected_us:
             found[incident.attempt] = _Failure(
+                failed_us=incident.first_us,
                 detected_us=incident.detected_us,
                 decide_us=_lost_us(incident, "decide"),
                 rendezvous_us=_lost_us(incident, "rendezvous"),
@@ -352,7 +365,7 @@ def _failure_boundary(
     *,
     steps_are_seen: bool,
 ) -> list[tuple[TimePhase, int]]:
-    """Return the phase from the last progress of an attempt to its end."""
+    """Return the phases from the last progress of an attempt to its end."""
     row = rows[index]
     has_failed = row.outcome == "failed" or failure is not None or index + 1 < len(rows)
     stop_us = row.end_us if failure is None else failure.detected_us
@@ -364,6 +377,8 @@ def _failure_boundary(
             phase = TimePhase.RESTART
         elif row.start_us is None and row.first_step_us is None and row.end_us is None:
             phase = _phase_before_start(index, previous_failure)  # it never started
+        elif failure is not None and row.start_us is not None and row.first_step_us is None:
+            return [(TimePhase.INIT, min(failure.failed_us, stop_us)), (phase, stop_us)]
     else:
         phase = (
             _phase_before_first_step(index, previous_failure)

@@ -31,18 +31,26 @@ TAKEN_OVER_REV = 100
 class RecoveryTime:
     """When the phases of one failure ended; None: not yet.
 
-    ``progress_ns`` is the last progress before it. The phase ``decide`` ends once the workers are
-    gone as well. ``is_restarting`` False: the run ends, so that no time is lost after the decision.
+    ``progress_ns`` is the last progress before it, the start of the workers where these had not
+    ``has_stepped``: their ``init`` ends at ``failed_ns``, None: at the detection. The phase
+    ``decide`` ends once the workers are gone as well. ``is_restarting`` False: the run ends, so
+    that no time is lost after the decision.
     """
 
     progress_ns: int
     detected_ns: int
+    has_stepped: bool = True
+    failed_ns: int | None = None
     decided_ns: int | None = None
     stopped_ns: int | None = None
     started_ns: int | None = None
     stepped_ns: int | None = None
     restore_ns: int = 0
     is_restarting: bool = True
+
+    def date_failure(self, incident: Incident) -> None:
+        """Take over when *incident* began."""
+        self.failed_ns = self.detected_ns - (incident.detected_us - incident.first_us) * 1000
 
     def lost_s(self, until_ns: int | None = None) -> dict[str, float]:
         """Return the seconds of each finished phase.
@@ -57,26 +65,29 @@ class RecoveryTime:
             if not is_over and until_ns is None:
                 break
             stop_ns = max(end_ns if is_over and end_ns is not None else until_ns or 0, cursor_ns)
-            found[phase] = (stop_ns - cursor_ns) / NS_PER_S
+            # The start that failed and the next one are both `init`.
+            found[phase] = found.get(phase, 0.0) + (stop_ns - cursor_ns) / NS_PER_S
             cursor_ns = stop_ns
             if not is_over:
                 break
-        return self._with_restore(found)
+        return found
 
     def _ends(self) -> list[tuple[str, int | None]]:
         decided_ns = self.decided_ns
         if decided_ns is not None and self.stopped_ns is not None:
             decided_ns = max(decided_ns, self.stopped_ns)
         ends = [("detect", self.detected_ns), ("decide", decided_ns)]
+        if not self.has_stepped:
+            failed_ns = self.detected_ns if self.failed_ns is None else self.failed_ns
+            ends.insert(0, ("init", failed_ns))
         if self.is_restarting:
-            ends += [("rendezvous", self.started_ns), ("init", self.stepped_ns)]
+            ends += [("rendezvous", self.started_ns), *self._ends_of_init()]
         return ends
 
-    def _with_restore(self, found: dict[str, float]) -> dict[str, float]:
-        restore_s = min(self.restore_ns / NS_PER_S, found.get("init", 0.0))
-        if restore_s > 0:
-            found = {**found, "init": found["init"] - restore_s, "restore": restore_s}
-        return found
+    def _ends_of_init(self) -> list[tuple[str, int | None]]:
+        if self.stepped_ns is None or not self.restore_ns:
+            return [("init", self.stepped_ns)]
+        return [("init", self.stepped_ns - self.restore_ns), ("restore", self.stepped_ns)]
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ Seconds lost to an incident, by phase: ``detect`` from the last step before the 
 detection, ``decide`` until there is a decision and the workers are gone, ``rendezvous`` until new
 workers start (health check and back-off included), ``init`` from there to the first new step
 without the time to load a checkpoint, which is ``restore``, and ``redo`` until the job is past the
-highest step it had ever reached. An attempt without a step is lost completely: its ``detect``
-begins with its workers. Phases of one run never overlap, and `gpuops.report.time_breakdown` counts
-the same: a second failure ends the first one's redo.
+highest step it had ever reached. An attempt without a step is lost completely: its start is
+``init`` up to its failure, ``detect`` from there. Phases of one run never overlap, and
+`gpuops.report.time_breakdown` counts the same: a second failure ends the first one's redo.
 
 The agent's main thread and its control thread both call in; a call takes a lock and never waits
 for anything else.
@@ -196,6 +196,7 @@ class RunJournal(EventJournal):
             detected_mono_ns=time.detected_ns,
         )
         incident = merge_report(incident, report)
+        time.date_failure(incident)
         incident = replace(incident, evidence=(*incident.evidence, *evidence), lost_s=time.lost_s())
         exits = judged.workers
         drafts = [*self._exits(exits, Severity.ERROR), reported(report)]
@@ -344,7 +345,8 @@ class RunJournal(EventJournal):
         incident = replace(incident, evidence=(*incident.evidence, *self._last_save))
         if incident.culprits:
             self._close(self._last_progress_ns, "another failure came first")
-            time = RecoveryTime(progress_ns=self._last_progress_ns, detected_ns=now_ns)
+            time = self._recovery_time(self._attempt or 0, now_ns)
+            time.date_failure(incident)
             incident = replace(incident, lost_s=time.lost_s())
         else:
             self._close(now_ns, why)
@@ -361,12 +363,15 @@ class RunJournal(EventJournal):
             at_ns, resolution = running_ns, "the run continued without this node"
         self._close(at_ns, resolution)
 
-    def _recovery_time(self, generation: int) -> RecoveryTime:
+    def _recovery_time(self, generation: int, detected_ns: int | None = None) -> RecoveryTime:
         """Return the start of the failure of *generation*, which may not have run here."""
-        detected_ns = self._ended_ns.setdefault(generation, self._clock.mono_ns())
+        at_ns = detected_ns or self._ended_ns.setdefault(generation, self._clock.mono_ns())
         was_running = generation == self._attempt
-        progress_ns = self._last_progress_ns if was_running else detected_ns
-        return RecoveryTime(progress_ns=min(progress_ns, detected_ns), detected_ns=detected_ns)
+        return RecoveryTime(
+            progress_ns=min(self._last_progress_ns, at_ns) if was_running else at_ns,
+            detected_ns=at_ns,
+            has_stepped=self._progress.last_mono_ns is not None or not was_running,
+        )
 
     def _job_steps_again(self, at_ns: int) -> None:
         incident = self._incident.steps_again(at_ns, self._restoring.longest_ns)

@@ -275,7 +275,7 @@ _OPTIONAL_PHASES = frozenset(
     }
 )
 _PHASE_MEANING = {
-    TimePhase.INIT: "start of the workers to their first step",
+    TimePhase.INIT: "start of the workers to their first step, or failure",
     TimePhase.PRODUCTIVE: "steps made for the first time",
     TimePhase.DETECT: "last progress before a failure to the first notice of it",
     TimePhase.DECIDE: "stopping the workers, gathering reports, deciding",

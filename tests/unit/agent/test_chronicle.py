@@ -190,7 +190,7 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start(wor
         "rendezvous": 3.0,
         "init": 0.0,
     }
-    assert second["lost_seconds_by_phase"] == {"detect": 1.25, "decide": 0.0}
+    assert second["lost_seconds_by_phase"] == {"init": 1.0, "detect": 0.25, "decide": 0.0}
     assert second["state"] == "open"
     assert second["actions"] == []
     assert world.of("attempt.first_step")[0]["step"] == 1

@@ -128,6 +128,35 @@ def test_an_attempt_that_failed_before_its_first_step_is_lost_from_its_start():
     assert found.seconds[TimePhase.DETECT] == 9
 
 
+def test_a_failed_start_is_init_up_to_its_failure_and_lost_even_of_the_first_attempt():
+    rows = [
+        attempt_row(0, (2, None, None, None, 22), outcome="failed"),
+        attempt_row(1, (23, 30, None, 95, 96), (1, 120)),
+    ]
+    failed = incident_of(killed(0, at_s=20), detected_s=21)
+    found = break_down_run(run_row(), rows, [replace(failed, lost_s={"decide": 1})])
+
+    assert seconds(found) == {
+        "init": 2 + 18 + 7,
+        "detect": 1,
+        "decide": 1,
+        "rendezvous": 1,
+        "productive": 65,
+        "other": 5,
+    }
+    assert found.lost[TimePhase.INIT] == 18 + 7
+    assert found.lost_s == 18 + 7 + 3
+
+
+def test_a_failed_start_whose_failure_has_no_time_is_init_up_to_its_detection():
+    rows = [attempt_row(0, (2, None, None, None, 22), outcome="failed")]
+    incident = incident_of(detected_s=21)
+    found = break_down_run(run_row(ended_us=us(25), outcome="failed"), rows, [incident])
+
+    assert seconds(found) == {"init": 2 + 19, "other": 4}
+    assert found.lost_s == 19
+
+
 def test_a_run_of_attempts_that_all_failed_before_a_step_is_lost_as_a_whole():
     rows = [
         attempt_row(n, (30 * n + 2, None, None, None, 30 * n + 20), outcome="failed")
@@ -150,6 +179,7 @@ def test_the_report_counts_what_the_incidents_of_the_run_count():
         charged = sum(incident.lost_s.get(phase.value, 0.0) for incident in found.incidents)
         assert found.lost[phase] == pytest.approx(charged, abs=1e-5)
     assert found.lost_s > 0
+    assert found.seconds[TimePhase.INIT] - found.lost[TimePhase.INIT] == pytest.approx(1.5)
 
 
 def test_a_step_before_a_load_is_none_that_was_made_again():

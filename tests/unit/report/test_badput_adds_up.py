@@ -103,12 +103,14 @@ class Story:
             self.wait()
             self.journal.attempt_interrupted(stopped(NODE, self.generation))
             return
+        failed_s = self.clock.mono_ns() / S
+        self.wait()
         self.journal.phase_seen("gather", self.generation, "a worker failed")
         self.wait()
         if how == "killed":
             self.journal.mark("stopped")
             told = report(NODE, generation=self.generation)
-            at_s = self.clock.mono_ns() / S
+            at_s = self.draw(st.sampled_from([failed_s, self.clock.mono_ns() / S]))
             self.journal.attempt_failed(judge_exits([killed(0, at_s=at_s)], RULES), report=told)
             self.wait()
             self.decide(told, verdict, by_us=True)
@@ -188,6 +190,9 @@ def test_useful_time_and_badput_add_up_to_the_wall_time(data):
     found = story.account()
 
     first_init_s = found.seconds[TimePhase.INIT] - found.lost[TimePhase.INIT]
+    if (first := found.attempts[0].row).start_us is not None:
+        launched_us = first.first_step_us or first.start_us
+        assert first_init_s == pytest.approx((launched_us - found.start_us) / 1e6, abs=MS)
     useful_s = found.seconds[TimePhase.PRODUCTIVE] + first_init_s + found.seconds[TimePhase.OTHER]
     unknown_s = found.seconds[TimePhase.UNKNOWN]
     assert useful_s + unknown_s + found.lost_s == pytest.approx(found.wall_s, abs=MS)

@@ -129,6 +129,7 @@ class RestorePoint:
     """The state that all ranks load. ``why``: why newer ones were skipped.
 
     Unless ``is_verified``, what memory has is verified by the ranks, as they read it.
+    ``stored_by``: the run that wrote it to the directory, None: it is not there.
     """
 
     state: StateId
@@ -137,6 +138,7 @@ class RestorePoint:
     epoch: Annotated[int, Limit(EPOCH_MAX)]  # of the states that are saved from now on
     why: tuple[Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)], ...] = ()
     is_verified: bool = True
+    stored_by: Annotated[str, Limit(WHY_CHARS_MAX, is_cut=True)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

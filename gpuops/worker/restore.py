@@ -3,16 +3,13 @@
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from gpuops.checkpoint.storage.address import open_store
 from gpuops.checkpoint.types import (
     CheckpointError,
     CorruptError,
-    StateId,
     StructureError,
 )
 from gpuops.convert.values import ValueDecoder, dumps
@@ -137,7 +134,7 @@ def _load_newest(
         if failure is _Failure.NONE:
             return loaded
         if failure is _Failure.FINAL:
-            raise _final(error, found.state, directory)
+            raise _final(error, found, directory)
         if failure is _Failure.DAMAGED or not found.is_verified:
             source.reject(str(error), is_given_up=failure is _Failure.DAMAGED)
         rejected = found
@@ -170,25 +167,22 @@ def _find_together(
     return found, None
 
 
-def _final(error: CheckpointError, state: StateId, directory: str | None) -> CheckpointError:
+def _final(error: CheckpointError, found: StateToLoad, directory: str | None) -> CheckpointError:
     if not isinstance(error, StructureError):
         return error
     # The remedy comes first: a summary may cut the end off.
     return StructureError(
-        f"{_describe(state, directory)} does not fit this script; restore it into what was saved, "
+        f"{_describe(found, directory)} does not fit this script; restore it into what was saved, "
         f"or set another --ckpt-dir: {error}"
     )
 
 
-def _describe(state: StateId, directory: str | None) -> str:
-    """Return what *state* is called, and which run saved it in which directory, if known."""
-    if directory is None:
-        return str(state)
-    saved_by = ""
-    with suppress(CheckpointError):
-        job = open_store(directory).read_manifest(state).job
-        saved_by = f", saved by run {job}" if job else ""
-    return f"{state} in {directory}{saved_by},"
+def _describe(found: StateToLoad, directory: str | None) -> str:
+    """Return what the state is called, and which run saved it in which directory, if it did."""
+    if directory is None or found.stored_by is None:
+        return str(found.state)
+    saved_by = f", saved by run {found.stored_by}" if found.stored_by else ""
+    return f"{found.state} in {directory}{saved_by},"
 
 
 def _load_together(

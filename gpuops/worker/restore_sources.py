@@ -46,6 +46,7 @@ class StateToLoad:
     """A state to load. ``why``: why newer ones were skipped.
 
     Unless ``is_verified``, the same state may be found again after `StateSource.reject`.
+    ``stored_by``: the run that wrote it to the directory, None: it is not there.
     """
 
     state: StateId
@@ -53,6 +54,7 @@ class StateToLoad:
     tier: Tier
     why: tuple[str, ...] = ()
     is_verified: bool = True
+    stored_by: str | None = None
 
 
 class SourceKind(IntEnum):
@@ -148,7 +150,9 @@ class KeeperStateSource:
         if restore_point is None:
             return None
         point = restore_point
-        return StateToLoad(point.state, point.world, point.tier, point.why, point.is_verified)
+        return StateToLoad(
+            point.state, point.world, point.tier, point.why, point.is_verified, point.stored_by
+        )
 
     def open(self, shard: Shard) -> OpenedImage:
         assert self._restore_point is not None
@@ -215,7 +219,11 @@ class DirectoryStateSource:
         if self._selected is not None:
             selected = self._selected
             return StateToLoad(
-                selected.state, selected.world, Tier.PERSISTENT, tuple(self._reasons)
+                selected.state,
+                selected.world,
+                Tier.PERSISTENT,
+                tuple(self._reasons),
+                stored_by=selected.stored_by,
             )
         if not n_fine:
             reasons = "; ".join(

@@ -12,10 +12,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gpuops.checkpoint.digest import (
-    chunk_count,
-    find_damaged_chunks,
-)
+from gpuops.checkpoint.digest import chunk_count, find_damaged_chunks
 from gpuops.checkpoint.image import read_owners
 from gpuops.checkpoint.keeper.messages import WHY_MAX
 from gpuops.checkpoint.manifest import ShardRecord
@@ -73,7 +70,8 @@ class SelectedState:
     """A state, and the source of each shard. ``fetched``: memory to release after the load.
 
     ``digests``: of what is in this node's memory. Unless ``is_verified``, some of it may be
-    damaged.
+    damaged. ``stored_by``: the run that wrote it to the directory ("": unnamed), None: it is not
+    there.
     """
 
     state: StateId
@@ -83,6 +81,7 @@ class SelectedState:
     fetched: tuple[Closeable, ...] = ()
     digests: Mapping[Shard, Digest] = field(default_factory=dict)
     is_verified: bool = True
+    stored_by: str | None = None
 
 
 @dataclass(slots=True)
@@ -274,7 +273,8 @@ class _Candidate:
             if sources.get(shard) is held.memory
         }
         is_verified = self.is_doubted or not digests
-        return SelectedState(self.state, world, tier, sources, fetched, digests, is_verified)
+        run = None if self.stored is None else self.stored.manifest.job
+        return SelectedState(self.state, world, tier, sources, fetched, digests, is_verified, run)
 
     def _find_sources(
         self, order: Sequence[Shard], sources: dict[Shard, ShardLocation], map_function: MapFunction

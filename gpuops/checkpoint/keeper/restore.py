@@ -252,7 +252,13 @@ class RestoreFinder:
         why = (*(instructions.why if instructions else ()), *result.why)[:WHY_MAX]
         if selected is not None:
             point = RestorePoint(
-                selected.state, selected.world, selected.tier, epoch, why, selected.is_verified
+                selected.state,
+                selected.world,
+                selected.tier,
+                epoch,
+                why,
+                selected.is_verified,
+                selected.stored_by,
             )
             for local_rank in set(range(group.n_ranks)) - group.gone:
                 if selected.state in table.complete_states():

@@ -51,6 +51,7 @@ OFFERS = st.builds(
     tier=st.sampled_from(Tier),
     epoch=st.integers(0, 99_999),
     why=st.lists(st.text("abc/é", max_size=300), max_size=16).map(tuple),
+    stored_by=st.none() | st.text("abc-", max_size=60),
 )
 POLICIES = st.builds(
     CheckpointPolicy,
@@ -94,7 +95,12 @@ def test_a_reply_arrives_as_it_was_sent(reply):
 
 def test_the_longest_offer_fits_into_a_message():
     offer = RestorePoint(
-        StateId(99_999, 10**12 - 1), 10**5, Tier.PERSISTENT, 99_999, ("é" * 300,) * 16
+        StateId(99_999, 10**12 - 1),
+        10**5,
+        Tier.PERSISTENT,
+        99_999,
+        ("é" * 300,) * 16,
+        stored_by="é" * 256,
     )
 
     assert read(RestorePoint, sent(ok=offer)["ok"]) == offer

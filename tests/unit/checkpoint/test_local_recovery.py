@@ -154,6 +154,19 @@ def test_the_same_state_of_another_run_is_not_mixed_in(stack, tmp_path):
     assert any("two runs" in why for why in choice.why)
 
 
+def test_a_state_is_stored_by_the_run_that_wrote_the_same_bytes(stack, tmp_path):
+    memory, criteria = {NEW: in_memory(stack, NEW)}, StateSearchCriteria()
+    same = in_store(stack, tmp_path / "same", NEW)
+    other = in_store(stack, tmp_path / "other", NEW, step=1234)
+    found = [find_restorable(memory, store, criteria) for store in (same, other, None)]
+
+    job = same.read_manifest(NEW).job
+    assert job
+    assert [choice.selected.stored_by for choice in found] == [job, None, None]
+    assert {choice.selected.tier for choice in found} == {Tier.MEMORY}
+    assert find_restorable({}, same, criteria).selected.stored_by == job
+
+
 def test_shards_that_must_be_fetched_are_served_from_memory(stack, tmp_path):
     store = Store(in_store(stack, tmp_path, NEW), local_shard_path=lambda *_args: None)
     choice = find_restorable({}, store, StateSearchCriteria())

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import random
+import shutil
 from contextlib import closing, suppress
 
 import numpy as np
@@ -758,6 +759,20 @@ def test_a_model_of_another_job_names_its_directory_and_run_and_what_to_do(node,
         "into what was saved, or set another --ckpt-dir: the checkpoint has no model.bias"
     )
     assert refused.matches(f"gpuops.checkpoint.types.StructureError: {caught.value}")
+
+
+def test_a_state_in_memory_is_not_said_to_be_in_a_directory_that_does_not_have_it(node, tmp_path):
+    node.core.begin_generation(0, 1, None, "run-a")
+    with Checkpointer(
+        model=nn.Linear(2, 3, bias=False), every=1, directory=tmp_path, keeper=node.connect()
+    ) as ck:
+        ck.restore()
+        ck.step(1)
+    for state in tmp_path.glob("step-*"):
+        shutil.rmtree(state)
+
+    with pytest.raises(StructureError, match=r"^step 1 \(epoch 0\) does not fit this script; "):
+        Checkpointer(model=nn.Linear(2, 3), directory=tmp_path, keeper=node.connect()).restore()
 
 
 def test_an_optimizer_over_other_parameters_is_refused(node):

@@ -14,17 +14,21 @@ History warns; it drains nothing.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
-from gpuops.burnin.pairs import NodePair, PairOutcome, PairTest
+from gpuops.burnin.pairs import NodePair, PairOutcome, PairTest, node_pair
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 
 ALPHA = 0.05
 POWER = 0.95
+SOURCE = f"exact binomial test, corrected by Holm's method, alpha {ALPHA:g}"
 RATES = (0.05, 0.1, 0.2)
-_SWEEPS_MAX = 10_000
+SWEEPS_MAX = 10_000
+_NEGLIGIBLE = 1e-17  # of a sum of floats: less changes none of its digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +70,25 @@ class HistoryPower:
 class PairHistory:
     """The trials in *tests* that are later than the last repair of both nodes.
 
-    *repaired_us*: when each node was last repaired, by the clock of ``PairTest.t_us``.
+    *repaired_us*: when each node was last repaired, by the clock of ``PairTest.t_us``. ``trials``:
+    by sweep and pair, whether it failed; ``n_sweeps``: how many sweeps they are of.
     """
 
     def __init__(
         self, tests: Iterable[PairTest], repaired_us: Mapping[str, int] | None = None
     ) -> None:
         repaired = repaired_us or {}
-        self._trials: dict[tuple[str, NodePair], bool] = {}
+        self.trials: dict[tuple[str, NodePair], bool] = {}
         for test in tests:
             is_new = all(test.t_us > repaired.get(node, -1) for node in test.nodes)
             if is_new and test.outcome is not PairOutcome.UNKNOWN:
                 key = (test.sweep, test.nodes)
-                self._trials[key] = self._trials.get(key, False) or test.outcome.is_bad
-        self._sweeps = {sweep for sweep, _ in self._trials}
+                self.trials[key] = self.trials.get(key, False) or test.outcome.is_bad
+        self.n_sweeps = len({sweep for sweep, _ in self.trials})
 
     def offenders(self) -> list[RepeatOffender]:
         """Return the nodes and pairs that fail more often than the fleet, the clearest first."""
-        tally = _Tally(self._trials)
+        tally = _Tally(self.trials)
         found: list[RepeatOffender] = []
         while named := _named_at_once(tally):
             found += named
@@ -91,33 +96,32 @@ class PairHistory:
 
     def power(self, rates: Sequence[float] = RATES) -> list[HistoryPower]:
         """Return what this history can find, for nodes of each of *rates*; none without trials."""
-        if not self._trials:
+        if not self.trials:
             return []
-        tally = _Tally(self._trials)
+        tally = _Tally(self.trials)
         usual = statistics.median_low(n for n, _ in tally.nodes.values())
-        in_a_sweep = usual / len(self._sweeps)
+        in_a_sweep = usual / self.n_sweeps
         while _named_at_once(tally):
             pass
         n_nodes, base = len(tally.nodes), tally.base((0, 0))
 
-        def found(rate: float, n_sweeps: int) -> float:
-            n_trials = round(n_sweeps * in_a_sweep)
-            return _chance_found(n_trials, 1 - (1 - rate) * (1 - base), base, n_nodes)
+        def power(rate: float) -> HistoryPower:
+            def found(n_sweeps: int) -> float:
+                n_trials = round(n_sweeps * in_a_sweep)
+                return _chance_found(n_trials, 1 - (1 - rate) * (1 - base), base, n_nodes)
 
-        return [
-            HistoryPower(
+            enough = bisect_left(range(1, SWEEPS_MAX + 1), POWER, key=found) + 1
+            return HistoryPower(
                 rate=rate,
-                found=found(rate, len(self._sweeps)),
-                sweeps=_first_found(partial(found, rate)),
+                found=found(self.n_sweeps),
+                sweeps=enough if enough <= SWEEPS_MAX else None,
             )
-            for rate in rates
-        ]
+
+        return [power(rate) for rate in rates]
 
 
-def history_findings(
-    offenders: Iterable[RepeatOffender], *, failing_node: FailureClass
-) -> list[Finding]:
-    """Return a warning for each of *offenders*; a pair's class is ``network.pair_slow``."""
+def history_findings(offenders: Iterable[RepeatOffender]) -> list[Finding]:
+    """Return a warning for each of *offenders*."""
     return [
         Finding(
             check="sweep_history",
@@ -126,9 +130,9 @@ def history_findings(
             value=round(100 * item.n_failed / item.n_trials, 1),
             unit="%",
             threshold=f"the fleet's {100 * item.base:.2g} %",
-            source=f"exact binomial test, Holm, alpha {ALPHA:g}",
+            source=SOURCE,
             message=item.why,
-            failure_class=failing_node
+            failure_class=FailureClass.NETWORK_CONNECTION
             if item.entity.kind is EntityKind.NODE
             else FailureClass.NETWORK_PAIR_SLOW,
         )
@@ -145,7 +149,9 @@ class _Tally:
         self.total = (0, 0)
         self._partners: dict[str, set[str]] = {}
         for (_, pair), is_bad in trials.items():
-            self._add(pair, (1, int(is_bad)))
+            self._count(pair, (1, int(is_bad)))
+            for node, other in (pair, pair[::-1]):
+                self._partners.setdefault(node, set()).add(other)
 
     def base(self, own: tuple[int, int]) -> float:
         """Return the failure rate of all trials but *own*, plus one failure."""
@@ -161,30 +167,28 @@ class _Tally:
     def explain(self, entity: str | NodePair) -> None:
         """Forget the trials of a node or pair that has been named."""
         if isinstance(entity, str):
-            for other in list(self._partners.pop(entity, ())):
-                self._drop((entity, other) if entity < other else (other, entity))
+            for other in self._partners.pop(entity, ()):
+                self._drop(node_pair(entity, other))
             self.nodes.pop(entity, None)
         else:
             self._drop(entity)
 
-    def _add(self, pair: NodePair, count: tuple[int, int]) -> None:
-        self.pairs[pair] = _plus(self.pairs.get(pair), count)
-        self.total = _plus(self.total, count)
-        for node, other in (pair, pair[::-1]):
-            self.nodes[node] = _plus(self.nodes.get(node), count)
-            self._partners.setdefault(node, set()).add(other)
+    def _count(self, pair: NodePair, more: tuple[int, int]) -> None:
+        self.total = (self.total[0] + more[0], self.total[1] + more[1])
+        _add(self.pairs, pair, more)
+        for node in pair:
+            _add(self.nodes, node, more)
 
     def _drop(self, pair: NodePair) -> None:
-        count = self.pairs.pop(pair, None)
-        if count is not None:
-            gone = (-count[0], -count[1])
-            self.total = _plus(self.total, gone)
-            for node in pair:
-                self.nodes[node] = _plus(self.nodes.get(node), gone)
+        if pair in self.pairs:
+            n_trials, n_failed = self.pairs[pair]
+            self._count(pair, (-n_trials, -n_failed))
+            del self.pairs[pair]
 
 
-def _plus(a: tuple[int, int] | None, b: tuple[int, int]) -> tuple[int, int]:
-    return b if a is None else (a[0] + b[0], a[1] + b[1])
+def _add(table: dict[Any, tuple[int, int]], key: object, more: tuple[int, int]) -> None:
+    n_trials, n_failed = table.get(key, (0, 0))
+    table[key] = (n_trials + more[0], n_failed + more[1])
 
 
 def _named_at_once(tally: _Tally) -> list[RepeatOffender]:
@@ -231,37 +235,21 @@ def binomial_tail(k: int, n: int, p: float) -> float:
         return 1.0
     if p <= 0 or k > n:
         return 0.0
+    if k <= n * p:  # the other tail is the shorter sum, and its first term the largest
+        return 1 - binomial_tail(n - k + 1, n, 1 - p)
     log_term = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
     term = math.exp(log_term + k * math.log(p) + (n - k) * math.log1p(-p))
-    total = 0.0
-    for i in range(k, n + 1):
+    total, i = 0.0, k
+    while term > total * _NEGLIGIBLE:
         total += term
         term *= (n - i) / (i + 1) * p / (1 - p)
-    return min(total, 1.0)
+        i += 1
+    return total
 
 
 def _chance_found(n_trials: int, rate: float, base: float, n_nodes: int) -> float:
     """Return how probably a node that fails *rate* of its trials is named, of *n_nodes*."""
     limit = ALPHA / 2 / max(n_nodes, 1)
-    enough = next(
-        (k for k in range(1, n_trials + 1) if binomial_tail(k, n_trials, base) <= limit), None
-    )
-    return 0.0 if enough is None else binomial_tail(enough, n_trials, rate)
-
-
-def _first_found(chance: Callable[[int], float]) -> int | None:
-    """Return after how many sweeps *chance* is `POWER`, by doubling and halving."""
-
-    def is_enough(n_sweeps: int) -> bool:
-        return chance(n_sweeps) >= POWER
-
-    high = 1
-    while not is_enough(high):
-        high *= 2
-        if high > _SWEEPS_MAX:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    counts = range(1, n_trials + 1)
+    enough = bisect_left(counts, -limit, key=lambda k: -binomial_tail(k, n_trials, base)) + 1
+    return binomial_tail(enough, n_trials, rate)

@@ -19,11 +19,11 @@ _GROUP_LEGEND = ". all passed   1-9, + (more): bad pairs   blank: not tested"
 _ORDER = list(_SIGNS)
 
 
-def matrix_lines(tests: Iterable[PairTest], domains: Mapping[str, str] | None = None) -> list[str]:
+def matrix_lines(tests: Iterable[PairTest]) -> list[str]:
     """Return the lines of the matrix of *tests*, its legend, and the worst pairs.
 
-    Up to 64 nodes each has a row; more are grouped, by leaf where *domains* names at most 64 of
-    them, else by name. A column has the number of its row, read from top to bottom.
+    Up to 64 nodes each has a row; more are grouped by name. A column has the number of its row,
+    read from top to bottom.
     """
     by_pair: dict[NodePair, list[PairTest]] = {}
     for test in tests:
@@ -39,7 +39,7 @@ def matrix_lines(tests: Iterable[PairTest], domains: Mapping[str, str] | None = 
         signs = {pair: _SIGNS[outcome] for pair, outcome in worst.items()}
         lines = [*_grid(nodes, signs), "", _LEGEND]
     else:
-        group_of = _groups(nodes, domains or {})
+        group_of = _groups(nodes)
         labels = list(dict.fromkeys(group_of[node] for node in nodes))
         lines = [*_grid(labels, _group_signs(worst, group_of)), "", _GROUP_LEGEND]
     bad = sorted(
@@ -67,10 +67,7 @@ def _grid(labels: Sequence[str], signs: Mapping[tuple[str, str], str]) -> list[s
     return lines
 
 
-def _groups(nodes: Sequence[str], domains: Mapping[str, str]) -> dict[str, str]:
-    leaves = {domains[node] for node in nodes if node in domains}
-    if leaves and len(leaves) < ROWS_MAX:
-        return {node: domains.get(node, "no leaf known") for node in nodes}
+def _groups(nodes: Sequence[str]) -> dict[str, str]:
     size = -(-len(nodes) // ROWS_MAX)
     found: dict[str, str] = {}
     for start in range(0, len(nodes), size):

@@ -44,11 +44,6 @@ class PairTest:
         if self.nodes[0] >= self.nodes[1]:
             raise ValueError(f"a pair test is of two different nodes, sorted; got {self.nodes!r}")
 
-    def partner(self, node: str) -> str:
-        """Return the node that *node* was tested with."""
-        first, second = self.nodes
-        return second if node == first else first
-
 
 def node_pair(a: str, b: str) -> NodePair:
     """Return the pair of *a* and *b*, sorted."""

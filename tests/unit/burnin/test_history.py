@@ -9,7 +9,7 @@ from support.sweep_fleet import Faults, run_sweep
 
 from gpuops.burnin.history import ALPHA, PairHistory, binomial_tail, history_findings
 from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
-from gpuops.model import EntityKind, FailureClass, Status
+from gpuops.model import EntityKind, Status
 
 NODES = [f"n{i:03}" for i in range(64)]
 
@@ -41,6 +41,12 @@ def test_the_tail_is_exact(n, p):
     for k in range(n + 2):
         exact = sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
         assert binomial_tail(k, n, float(p)) == pytest.approx(float(exact), rel=1e-9, abs=1e-300)
+
+
+def test_the_tail_of_many_trials_does_not_vanish():
+    """The probability of none of 15,000 at 5 % is below the smallest float."""
+    assert binomial_tail(1, 15_000, 0.05) == 1
+    assert binomial_tail(751, 15_000, 0.05) == pytest.approx(0.49, abs=0.01)
 
 
 @pytest.mark.parametrize(("args", "tail"), [((0, 9, 0.0), 1), ((1, 9, 0.0), 0), ((3, 9, 1.0), 1)])
@@ -114,7 +120,7 @@ def test_two_nodes_are_no_fleet():
 
 def test_an_offender_warns_with_its_figures():
     offenders = PairHistory(list(failing_then_healthy())).offenders()
-    (finding,) = history_findings(offenders, failing_node=FailureClass.NETWORK_CONNECTION)
+    (finding,) = history_findings(offenders)
 
     assert (finding.status, finding.value, finding.unit) == (Status.WARN, 50.0, "%")
     assert "failed 10 of 20 tests since its last repair" in finding.message

@@ -43,20 +43,19 @@ def test_the_rails_of_a_bad_pair_are_named():
     )
 
 
-def test_more_than_64_nodes_are_grouped_by_leaf_or_by_name():
+def test_more_than_64_nodes_are_grouped_by_name():
     nodes = [f"gpu{i:03}" for i in range(130)]
-    leaves = {node: f"leaf{i // 13}" for i, node in enumerate(nodes)}
     tests = [
         pair_test(a, b, "fail" if a == "gpu000" else "pass")
         for one in first_rounds(nodes, seed=1)
         for a, b in one.pairs
     ]
-    by_leaf, by_name = matrix_lines(tests, leaves), matrix_lines(tests)
+    by_name = matrix_lines(tests)
 
-    assert [line.split()[0] for line in by_leaf[2:12]] == [f"leaf{i}" for i in range(10)]
-    assert any(sign in by_leaf[2] for sign in "12")
     assert by_name[2].startswith("gpu000..gpu002   1 ")
-    assert len(by_name) == len(by_leaf) - 10 + 44
+    assert sum(line.startswith("gpu") and ".." in line for line in by_name) == 44
+    signs = by_name[2].removeprefix("gpu000..gpu002   1 ").split()
+    assert [sign for sign in signs if sign.isdigit()] in (["1", "1"], ["2"])
     assert all(len(line) < 160 for line in by_name)
     assert "gpu000" in by_name[-1]
 

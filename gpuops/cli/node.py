@@ -18,7 +18,7 @@ from gpuops.model import Entity, EntityKind, Event, envelope
 from gpuops.report.render.json_bodies import history_json, node_json
 from gpuops.report.render.layout import short_id
 from gpuops.report.render.node_text import history_text, node_list
-from gpuops.store.queries import node_queries
+from gpuops.store.queries import burnin_queries, node_queries
 from gpuops.store.spool.record import spool_recorder
 from gpuops.store.spool.send import flush
 from gpuops.units import iso_utc
@@ -52,17 +52,19 @@ def list_nodes(ctx: click.Context, store: str | None, *, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def show_node(ctx: click.Context, name: str, store: str | None, *, as_json: bool) -> None:
-    """Show the history of the node NAME: findings, incidents, drains, repairs."""
+    """Show the history of the node NAME: findings, burn-in, sweep, incidents, drains, repairs."""
     cluster, now_us = settings_of(ctx).cluster, SystemClock().now_us()
     with open_history(ctx, store, None) as opened:
         with opened.begin() as connection:
             found = node_queries.find_node(connection, name, cluster=cluster)
             history = node_queries.node_history(connection, found, now_us=now_us)
+            burnin = burnin_queries.last_burnin(connection, found.id)
+            sweep = burnin_queries.last_sweep(connection, found.cluster, found.name)
         if as_json:
-            body = {**history_json(history), "notes": list(opened.notes)}
+            body = {**history_json(history, burnin, sweep), "notes": list(opened.notes)}
             click.echo(json.dumps(envelope("gpuops.node/1", body), indent=2))
             return
-        click.echo(history_text(history))
+        click.echo(history_text(history, burnin, sweep))
         print_notes(opened)
 
 

@@ -1,6 +1,5 @@
 """``gpuops sweep``: test the nodes of a Slurm step, or hosts over ssh, in pairs."""
 
-import json
 import secrets
 import shlex
 import sys
@@ -10,19 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from gpuops.agent.launch.job_token import given_token, own_token, own_token_file
 from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import PairTest
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
-from gpuops.cli.options import json_option, option_callback, settings_of, terminal_width
+from gpuops.cli.options import json_option, option_callback, settings_of
 from gpuops.cli.sweep_result import (
     check_run_of,
-    pair_events,
     print_round,
-    result_json,
-    result_text,
+    print_sweep,
+    sweep_body,
+    sweep_events,
 )
 from gpuops.config.resolve import Settings, environ, unset_environ
 from gpuops.config.schema import to_size
@@ -38,7 +38,7 @@ from gpuops.host.process.remote import RemoteCommands, start_remote
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
 from gpuops.log import printable
-from gpuops.model import Status, envelope
+from gpuops.model import Json, Status
 from gpuops.slurm.topology import domain_of
 from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
 from gpuops.sweep.messages import Participant
@@ -63,7 +63,25 @@ class _Terms:
     join_s: float
 
 
-@click.command(epilog="Example: gpuops sweep --hosts gpu[001-016]")
+class _SweepGroup(click.Group):
+    """The commands that read the store, whose modules no participant of a sweep has to import."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return ["history", "show"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        from gpuops.cli import sweep_show
+
+        known = cmd_name in self.list_commands(ctx)
+        command: click.Command | None = getattr(sweep_show, cmd_name) if known else None
+        return command
+
+
+@click.group(
+    cls=_SweepGroup,
+    invoke_without_command=True,
+    epilog="Example: gpuops sweep --hosts gpu[001-016]",
+)
 @click.option("--hosts", metavar="LIST", help="Sweep these hosts over ssh: gpu[001-016].")
 @click.option("--ssh", metavar="COMMAND", help="Default: the setting burnin.ssh.")
 @click.option(
@@ -122,6 +140,9 @@ def sweep(
     a link failed; 3 it could not be judged; 64 a mistake on the command line; 75 the sweep was not
     finished.
     """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return EXIT_OK
     settings = settings_of(ctx, check__suite=GATE_SUITE, burnin__ssh=ssh)
     ssh_command = shlex.split(settings.values["burnin.ssh"].value)
     devices = _count_gpus(settings.root)
@@ -156,6 +177,16 @@ def sweep(
         click.echo(f"gpuops: the sweep was not finished: {printable(str(exc))}", err=True)
         return EXIT_TRY_LATER
     return session.report(result, as_json=as_json)
+
+
+def _refuse_options(ctx: click.Context) -> None:
+    """Refuse the options of a sweep before ``show`` or ``history``, where they mean nothing."""
+    for param in ctx.command.params:
+        if ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            name = ctx.invoked_subcommand
+            raise UsageError(
+                f"{param.opts[0]} before `{name}` starts no sweep; put it after `{name}`"
+            )
 
 
 def _hosts(text: str) -> tuple[str, ...]:
@@ -257,12 +288,9 @@ class _Session:
     def report(self, result: SweepResult, *, as_json: bool) -> int:
         """Print and record *result*; return the exit code."""
         check_run = check_run_of(result, self._node, (self._start_us, self._clock.now_us()))
-        if as_json:
-            body = envelope("gpuops.sweep/1", result_json(result, check_run))
-            click.echo(json.dumps(body, indent=2))
-        else:
-            click.echo(result_text(result, check_run, width=terminal_width()))
-        self._record(check_run, result.tests)
+        body = sweep_body(result, check_run)
+        print_sweep(body, check_run, result.tests, as_json=as_json)
+        self._record(check_run, body, result.tests)
         return _EXIT_CODES.get(check_run.verdict, EXIT_OK)
 
     def _token(self) -> str:
@@ -328,7 +356,7 @@ class _Session:
         finally:
             store.close()
 
-    def _record(self, check_run: CheckRun, tests: Sequence[PairTest]) -> None:
+    def _record(self, check_run: CheckRun, body: Json, tests: Sequence[PairTest]) -> None:
         if not self._is_recorded:
             return
         config_file = (self._ctx.find_root().obj or {}).get("config_file")
@@ -337,7 +365,7 @@ class _Session:
         node, clock = self._node, self._clock
         problems = [
             record_check_run(check_run, occasion, options, clock),
-            record(lambda: pair_events(tests, node, clock), node, options, clock),
+            record(lambda: sweep_events(body, tests, node, clock), node, options, clock),
         ]
         for problem in dict.fromkeys(problems):
             if problem is not None:

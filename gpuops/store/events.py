@@ -70,6 +70,7 @@ RESUMED = "node.resumed"
 REPAIRED = "node.repaired"
 MEASURED = "burnin.measured"
 PAIR_TESTED = "sweep.tested"
+SWEEP_ENDED = "sweep.ended"
 # The actor of what a person did with Slurm's own commands; after a blank the user, if known.
 ADMINISTRATOR = "administrator"
 

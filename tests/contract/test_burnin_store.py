@@ -1,12 +1,13 @@
 """What burn-ins and sweeps leave in a store: the same rows in any order, only root's count."""
 
 import random
-from dataclasses import replace
+from inspect import isgenerator
 
 import pytest
 from sqlalchemy import select, text
-from support.stories import START_US, Teller, dump, envelopes, measured, pair
+from support.stories import START_US, Teller, burnin, dump, envelopes, measured, pair
 
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.burnin import measurements, pair_tests
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
@@ -32,23 +33,7 @@ def put(store, lines, uid=0, cluster="c1"):
 def look(store, query, *args, **kwargs):
     with store.begin() as connection:
         found = query(connection, *args, **kwargs)
-        return list(found) if query is passed_measurements else found
-
-
-def burnin(teller, node="n1", status="pass", values=(790.0, 780.0), **changes):
-    """Tell of a run with one measurement for each of *values*; return the run's id."""
-    run_id = teller.run_id()
-    for number, value in enumerate(values):
-        part = {"kind": "gpu", "id": f"GPU-{number}"}
-        teller.tell(
-            "burnin.measured", measured(run_id, part=part, value=value, **changes), node=node
-        )
-    check = {"suite": "burnin", "trigger": "manual", "verdict": status, "findings": [], "parts": []}
-    event = teller.event(
-        "check.ran", check, node=node, start_us=teller.now_us, end_us=teller.now_us
-    )
-    teller.add(replace(event, id=run_id))
-    return run_id
+        return list(found) if isgenerator(found) else found
 
 
 def values(rows):
@@ -101,10 +86,25 @@ def test_learning_takes_only_what_root_measured_in_runs_that_passed(store):
     assert look(store, passed_measurements, cluster="other", since_us=0) == []
 
 
+def slow(kind, name, check="burnin"):
+    return Finding(
+        check=check,
+        entity=Entity(kind, name),
+        status=Status.FAIL,
+        value=500.0,
+        unit="GB/s",
+        threshold=">= 700 GB/s",
+        source="learned: 128 nodes",
+        message="slow",
+        failure_class=FailureClass.GPU_SLOW,
+    )
+
+
 def test_the_last_burnin_of_a_node_has_what_did_not_pass(store):
     teller = Teller(1)
     burnin(teller, "n1")
-    last = burnin(teller, "n1", status="fail", values=(790.0, 500.0, None), test="hbm_copy")
+    found = (slow(EntityKind.GPU, "GPU-1"),)
+    last = burnin(teller, "n1", "fail", (790.0, 500.0, None), found, test="hbm_copy")
     burnin(teller, "n2")
     put(store, teller.lines)
     user = Teller("user")
@@ -117,7 +117,37 @@ def test_the_last_burnin_of_a_node_has_what_did_not_pass(store):
     assert (found.check_run_id, found.status) == (last, "fail")
     assert [item.value for item in found.measurements] == [790.0, 500.0, None]
     assert {item.test for item in found.measurements} == {"hbm_copy"}
+    (finding,) = found.findings
+    assert finding.items() <= slow(EntityKind.GPU, "GPU-1").to_json().items()
+    assert finding.keys() >= {"entity", "value", "threshold", "source", "message"}
     assert look(store, burnin_queries.last_burnin, derived_id("node", "c1", "n9")) is None
+
+
+def test_a_burnin_that_measured_nothing_is_the_last_one(store):
+    teller = Teller(1)
+    burnin(teller, "n1")
+    last = burnin(teller, "n1", status="unknown", values=())
+    put(store, teller.lines)
+
+    found = look(store, burnin_queries.last_burnin, derived_id("node", "c1", "n1"))
+
+    assert (found.check_run_id, found.status, found.measurements) == (last, "unknown", ())
+
+
+def test_runs_with_one_result_have_the_values_of_the_last_one(store):
+    teller = Teller(1)
+    run_id = burnin(teller, "n1", values=(790.0, 780.0))
+    part = {"kind": "gpu", "id": "GPU-0"}
+    teller.tell("burnin.measured", measured(run_id, part=part, value=785.0), node="n1")
+    put(store, teller.lines)
+
+    found = look(store, burnin_queries.last_burnin, derived_id("node", "c1", "n1"))
+
+    assert [item.value for item in found.measurements] == [785.0, 780.0]
+
+
+def ended(sweep, *findings):
+    return {"sweep": sweep, "findings": [finding.to_json() for finding in findings]}
 
 
 def test_the_last_sweep_of_a_node_is_the_newest_that_tested_it(store):
@@ -127,24 +157,65 @@ def test_the_last_sweep_of_a_node_is_the_newest_that_tested_it(store):
     teller.tell("sweep.tested", pair("n2", "n4", sweep="new", outcome="timeout", value=None))
     teller.tell("sweep.tested", pair("n1", "n4", sweep="new", round=1))
     teller.tell("sweep.tested", pair("n2", "n3", sweep="newest"))
+    about = [slow(EntityKind.NODE, name, "sweep") for name in ("n1", "n11")]
+    about.append(slow(EntityKind.PAIR, "n1,n3", "sweep"))
+    teller.tell("sweep.ended", ended("new", *about))
     put(store, teller.lines)
     user = Teller("user")
     user.now_us = teller.now_us
     user.tell("sweep.tested", pair("n1", "n2", sweep="forged", outcome="fail"))
+    user.tell("sweep.ended", ended("new", slow(EntityKind.NODE, "n1", "forged")))
     put(store, user.lines, uid=1000)
 
     found = look(store, burnin_queries.last_sweep, "c1", "n1")
     everything = look(store, burnin_queries.pair_tests_since, "c1", 0)
     second_us = teller.lines[1].event.t_us
     later = look(store, burnin_queries.pair_tests_since, "c1", second_us)
+    own = look(store, burnin_queries.pair_tests_since, "c1", 0, 1000)
 
-    assert [(row.node_a, row.node_b, row.outcome, row.value) for row in found] == [
+    assert [(row.node_a, row.node_b, row.outcome, row.value) for row in found.tests] == [
         ("n1", "n3", "slow", 200.0),
         ("n1", "n4", "pass", 365.0),
     ]
+    assert list(found.findings) == [about[0].to_json(), about[2].to_json()]
     assert [row.sweep_id for row in everything] == ["old", "new", "new", "new", "newest"]
     assert later == everything[1:]
-    assert look(store, burnin_queries.last_sweep, "c1", "n9") == ()
+    assert [row.sweep_id for row in own] == [*(row.sweep_id for row in everything), "forged"]
+    assert look(store, burnin_queries.last_sweep, "c1", "n9") is None
+
+
+def test_a_sweep_is_found_by_its_id_and_has_the_tests_of_who_recorded_it(store):
+    root, user = Teller(1), Teller("user")
+    for sweep in ("old", "new"):
+        root.tell("sweep.ended", ended(sweep))
+        root.tell("sweep.tested", pair(sweep=sweep, round=1))
+        root.tell("sweep.tested", pair(sweep=sweep))
+    user.now_us = root.now_us
+    user.tell("sweep.ended", ended("own"))
+    user.tell("sweep.tested", pair(sweep="old", outcome="fail"))
+    put(store, root.lines)
+    put(store, user.lines, uid=1000)
+
+    def ids(sweep_id=None, cluster="c1"):
+        found = look(store, burnin_queries.sweeps, cluster, sweep_id)
+        return [(row.payload["sweep"], row.uid) for row in found]
+
+    assert ids() == [("own", 1000), ("new", 0), ("old", 0)]
+    assert (ids("old"), ids("ol"), ids('old"'), ids("%")) == ([("old", 0)], [], [], [])
+    assert ids(cluster="c2") == []
+    of_root = look(store, burnin_queries.sweep_tests, "c1", "old", 0)
+    assert [(row.round, row.outcome) for row in of_root] == [(0, "pass"), (1, "pass")]
+
+
+def test_the_last_repair_of_a_node_is_that_of_any_part_of_it(store):
+    teller = Teller(1)
+    for entity in ({"kind": "node", "id": "n1"}, {"kind": "nic", "id": "0x1"}):
+        teller.tell("node.repaired", node="n1", entity=entity, by="ada", what="a new cable")
+    teller.tell("node.seen", node="n2")
+    put(store, teller.lines)
+
+    assert look(store, burnin_queries.last_repairs, "c1") == {"n1": teller.lines[1].event.t_us}
+    assert look(store, burnin_queries.last_repairs, "c2") == {}
 
 
 def test_both_go_with_the_retention_of_checks(store):

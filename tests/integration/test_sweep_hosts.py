@@ -4,11 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from support.hosts import Host, Hosts
+from support.stories import Teller, burnin, envelopes
+
+from gpuops.store.engine import open_store
+from gpuops.store.ingest.batch import ingest
 
 pytestmark = pytest.mark.timeout(900)
+PAUSE = threading.Event()
 
 
 @pytest.fixture
@@ -35,23 +42,44 @@ def fake_ssh(hosts, folder):
     return program
 
 
-def swept(hosts, folder, *words):
-    """Return the exit code of a sweep of *hosts* and what it printed as JSON."""
-    names = ",".join(host.address for host in hosts)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "gpuops", "sweep", "--hosts", names, "--json"),
-            *("--ssh", str(fake_ssh(hosts, folder)), "--remote", f"{sys.executable} -m gpuops"),
-            *("--no-check", "--no-record", "--size", "2MiB", "--seconds", "0.5", *words),
-        ],
-        env={**os.environ, "GPUOPS_STATE": str(folder / "state"), "OMP_NUM_THREADS": "1"},
+def run(folder, *words):
+    """Return the finished ``gpuops *words*`` of the machine around the hosts."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
+    places = {f"GPUOPS_{name}": str(folder / name) for name in ("STATE", "SPOOL")}
+    return subprocess.run(
+        [sys.executable, "-m", "gpuops", *words],
+        env={**kept, **places, "GPUOPS_STORE": store_url(folder), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
+
+
+def store_url(folder):
+    return f"sqlite:///{folder}/store.db"
+
+
+def swept(hosts, folder, *words):
+    """Return the exit code of a sweep of *hosts* and what it printed as JSON."""
+    names = ",".join(host.address for host in hosts)
+    done = run(
+        folder,
+        *("sweep", "--hosts", names, "--json"),
+        *("--ssh", str(fake_ssh(hosts, folder)), "--remote", f"{sys.executable} -m gpuops"),
+        *("--no-check", "--size", "2MiB", "--seconds", "0.5", *words),
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
+
+
+def shown(folder, *words):
+    """Return what ``gpuops *words --json`` prints, once the whole sweep is in the store."""
+    until = time.monotonic() + 120
+    while (done := run(folder, *words, "--json")).returncode or done.stderr:
+        assert time.monotonic() < until, done.stderr
+        PAUSE.wait(0.5)
+    return json.loads(done.stdout)
 
 
 def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, tmp_path):
@@ -61,8 +89,10 @@ def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, t
     n3.throttle(20_000)
     cut, slow = ("pair", f"{n0.address},{n1.address}"), ("node", n3.address)
     # Where this machine is so busy that all hosts are slow, nobody is slower than the others.
+    recorded = set()
     for _ in range(3):
         code, result = swept(four_hosts, tmp_path, "--timeout", "10")
+        recorded.add(result["sweep"])
         named = {(v["kind"], v["entity"]["id"]): v["status"] for v in result["verdicts"]}
         assert named.keys() <= {cut, slow}, result
         if slow in named:
@@ -72,6 +102,38 @@ def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, t
     assert code == 1
     outcomes = {t["outcome"] for t in result["tests"] if ",".join(t["nodes"]) == cut[1]}
     assert outcomes <= {"timeout", "fail"}
+
+    measured_tests = [test for test in result["tests"] if test["outcome"] != "unknown"]
+    stored = shown(tmp_path, "sweep", "show", result["sweep"])
+    assert stored == {**result, "tests": measured_tests}
+    text = run(tmp_path, "sweep", "show").stdout
+    signs = [line.split()[2:] for line in text.splitlines() if line.startswith("10.")][:4]
+    assert signs[0][1] in "TX"
+    assert sum(sign in "sXT" for sign in signs[3][:3]) >= 2
+    assert f"node {n3.address}" in text
+
+    burnt_in(tmp_path, n3.address)
+    node = shown(tmp_path, "node", "show", n3.address)
+    assert node["sweep"]["sweep"] == result["sweep"]
+    assert [f["entity"]["id"] for f in node["sweep"]["findings"]] == [n3.address]
+    assert node["burnin"]["status"] == "pass"
+    assert [item["value"] for item in node["burnin"]["measurements"]] == [790.5]
+    text = run(tmp_path, "node", "show", n3.address).stdout
+    assert "1 of 1 measurements passed" in text
+    assert f"sweep {result['sweep']}: " in text
+
+    history = shown(tmp_path, "sweep", "history")
+    assert history["sweeps"] == len(recorded)
+    assert history["tests"] >= len({tuple(test["nodes"]) for test in measured_tests})
+    assert {f["entity"]["id"] for f in history["findings"]} <= {cut[1], slow[1]}
+
+
+def burnt_in(folder, node):
+    """Have the store know of a burn-in of *node*."""
+    teller = Teller()
+    burnin(teller, node, values=(790.5,))
+    with open_store(store_url(folder), mode="write") as store, store.begin() as connection:
+        ingest(connection, envelopes(teller.lines, cluster="default"), 7)
 
 
 def test_a_host_that_ssh_does_not_reach_is_named_and_the_others_are_swept(four_hosts, tmp_path):

@@ -15,12 +15,14 @@ from gpuops.checkpoint.storage.directory import DirectoryStore
 from gpuops.cli.main import gpuops
 from gpuops.cli.run_status import status
 from gpuops.config.resolve import environ
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.migrate import upgrade_store
 from support.made_states import make_state, part, whole
 from support.public_shape import shape
-from support.stories import envelopes, story
+from support.stories import Teller, burnin, envelopes, story
+from support.sweeps import events_of_sweep
 
 W = torch.arange(24.0).reshape(6, 4)
 RANKS = [
@@ -127,7 +129,7 @@ class Place:
         }
         self.env |= {"HOME": str(folder), "GPUOPS_STORE": self.url, "TERM": "dumb"}
         self.env |= {f"GPUOPS_{name}": str(folder / name) for name in ("SPOOL", "STATE", "RUN_DIR")}
-        self.env |= {"SLURMD_NODENAME": "n1"}
+        self.env |= {"SLURMD_NODENAME": "n1", "GPUOPS_CLUSTER": "c1"}
 
     def output(self, *words):
         """Return what ``gpuops *words`` prints."""
@@ -157,7 +159,23 @@ def outputs():
 def _fill_store(url):
     upgrade_store(url)
     with open_store(url, mode="write") as store, store.begin() as connection:
-        ingest(connection, envelopes(story()), 1)
+        ingest(connection, envelopes([*story(), *_active_tests()]), 1)
+
+
+def _active_tests():
+    """Return a sweep, and a burn-in that failed, of the nodes of the story."""
+    teller = Teller(1)
+    for event in events_of_sweep():
+        teller.add(event)
+    found = Finding(
+        check="gemm",
+        entity=Entity(EntityKind.GPU, "GPU-1"),
+        status=Status.FAIL,
+        message="slow",
+        failure_class=FailureClass.GPU_SLOW,
+    )
+    burnin(teller, "n1", "fail", findings=[found])
+    return teller.lines
 
 
 def _of_checks(place):
@@ -180,6 +198,7 @@ def _of_history(place):
     incident = json.loads(place.output("incident", "ls", "--json"))["incidents"][0]["id"]
     history = [("report",), ("incident", "ls"), ("incident", "show", incident)]
     nodes = [("node", "ls"), ("node", "show", "n1"), ("repair", "n1", "--what", "a new fan")]
+    nodes += [("sweep", "show"), ("sweep", "history", "--since", "2025-01-01")]
     return [
         *history,
         *nodes,

@@ -3,6 +3,7 @@
 import itertools
 import random
 import uuid
+from dataclasses import replace
 
 from sqlalchemy import select
 
@@ -263,6 +264,23 @@ def measured(check_run, **changes):
         "software": {"driver": "570.124", "nccl": "2.27.7"},
         **changes,
     }
+
+
+def burnin(teller, node="n1", status="pass", values=(790.0, 780.0), findings=(), **changes):
+    """Tell of a run with one measurement for each of *values*; return the run's id."""
+    run_id = teller.run_id()
+    for number, value in enumerate(values):
+        part = {"kind": "gpu", "id": f"GPU-{number}"}
+        teller.tell(
+            "burnin.measured", measured(run_id, part=part, value=value, **changes), node=node
+        )
+    check = {"suite": "burnin", "trigger": "manual", "verdict": status, "parts": []}
+    check["findings"] = [finding.to_json() for finding in findings]
+    event = teller.event(
+        "check.ran", check, node=node, start_us=teller.now_us, end_us=teller.now_us
+    )
+    teller.add(replace(event, id=run_id))
+    return run_id
 
 
 def pair(first="n1", second="n2", **changes):

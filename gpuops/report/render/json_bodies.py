@@ -7,6 +7,7 @@ from gpuops.model import Json
 from gpuops.report.advice import advice
 from gpuops.report.render.incident_text import decision_json, exclusion_json
 from gpuops.report.time_breakdown import AttemptBreakdown, RunBreakdown
+from gpuops.store.queries.burnin_queries import BurninRow, NodeSweep
 from gpuops.store.queries.node_queries import NodeHistory, NodeRow
 from gpuops.store.queries.run_queries import RunRow
 from gpuops.units import iso_utc
@@ -100,6 +101,7 @@ _TIMES = {
     "last_seen_us": "last_seen",
 }
 _NAMES = {"run_id": "run", "ordinal": "attempt", "incident_id": "incident", "component_id": "id"}
+_NAMES |= {"check_run_id": "check_run", "sweep_id": "sweep"}
 
 
 def node_json(node: NodeRow) -> Json:
@@ -107,8 +109,11 @@ def node_json(node: NodeRow) -> Json:
     return _row_json(node, exclude=("id",))
 
 
-def history_json(history: NodeHistory) -> Json:
-    """Return the body of ``gpuops node show --json``; unknown values are null."""
+def history_json(history: NodeHistory, burnin: BurninRow | None, sweep: NodeSweep | None) -> Json:
+    """Return the body of ``gpuops node show --json``; unknown values are null.
+
+    *burnin* and *sweep*: the node's last ones.
+    """
     return {
         "node": node_json(history.node),
         "findings": [_row_json(item) for item in history.findings],
@@ -119,6 +124,12 @@ def history_json(history: NodeHistory) -> Json:
         "components": [_row_json(item) for item in history.components],
         "boots": [_row_json(item) for item in history.boots],
         "failed_attempts": [_row_json(item) for item in history.failed],
+        "burnin": burnin
+        and {
+            **_row_json(burnin),
+            "measurements": [_row_json(item, exclude=("node",)) for item in burnin.measurements],
+        },
+        "sweep": sweep and {**_row_json(sweep), "tests": [_row_json(item) for item in sweep.tests]},
     }
 
 

@@ -1,10 +1,14 @@
 """A node and its history as text."""
 
+import statistics
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from textwrap import wrap
 
 from gpuops.host.node_state import Repair
-from gpuops.model import Incident
+from gpuops.model import Incident, Json
 from gpuops.report.render.layout import date_time, one_line, short_id, table, truncate
+from gpuops.store.queries.burnin_queries import BurninRow, NodeSweep
 from gpuops.store.queries.node_queries import (
     FINDING_DAYS,
     STRIKE_DAYS,
@@ -19,6 +23,7 @@ from gpuops.store.queries.node_queries import (
 )
 
 _INDENT = 2
+_SECTION_WIDTH = 98
 
 
 def node_list(nodes: Sequence[NodeRow]) -> str:
@@ -38,12 +43,17 @@ def node_list(nodes: Sequence[NodeRow]) -> str:
     return table(head, rows, right=(3,))
 
 
-def history_text(history: NodeHistory) -> str:
-    """Return the node's history: findings and incidents, then actions, then its parts."""
+def history_text(history: NodeHistory, burnin: BurninRow | None, sweep: NodeSweep | None) -> str:
+    """Return the node's history: findings and incidents, active tests, actions, then its parts.
+
+    *burnin* and *sweep*: its last ones.
+    """
     parts = [
         _heading(history.node),
         _section(f"findings of the last {FINDING_DAYS} days", map(_finding, history.findings)),
         _section("incidents", map(_incident, history.incidents)),
+        _section("last burn-in", _burnin(burnin) if burnin else ()),
+        _section("last sweep", _sweep(history.node.name, sweep) if sweep else ()),
         _section(
             f"strikes of the last {STRIKE_DAYS} days, not repaired", _strikes(history.strikes)
         ),
@@ -67,7 +77,7 @@ def _heading(node: NodeRow) -> list[str]:
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
-    found = [f"{' ' * _INDENT}{truncate(line, 98)}" for line in lines]
+    found = [f"{' ' * _INDENT}{truncate(line, _SECTION_WIDTH)}" for line in lines]
     return ["", title, *(found or [f"{' ' * _INDENT}none"])]
 
 
@@ -83,6 +93,35 @@ def _incident(item: Incident) -> str:
     return (
         f"{date_time(item.first_us)}  {item.state.value:<9}  {short_id(item.id)}  {item.title}{how}"
     )
+
+
+def _burnin(found: BurninRow) -> Iterable[str]:
+    n_passed = sum(item.status == "pass" for item in found.measurements)
+    count = f"{n_passed} of {len(found.measurements)} measurements passed"
+    yield f"{date_time(found.t_us)}  {found.status:<7}  {count}"
+    yield from chain.from_iterable(map(_active_finding, found.findings))
+
+
+def _sweep(node: str, found: NodeSweep) -> Iterable[str]:
+    rates = [test.value for test in found.tests if test.outcome == "pass" and test.value]
+    typical = f", {statistics.median(rates):.4g} {found.tests[0].unit} (median)" if rates else ""
+    count = f"{len(rates)} of {len(found.tests)} tests passed{typical}"
+    yield f"{date_time(found.t_us)}  sweep {found.sweep_id}: {count}"
+    yield from chain.from_iterable(map(_active_finding, found.findings))
+    for test in found.tests:
+        if test.outcome != "pass":
+            partner = test.node_b if test.node_a == node else test.node_a
+            rate = f", {test.value:.4g} {test.unit}" if test.value is not None else ""
+            yield f"{test.outcome} with {partner}{rate}"
+
+
+def _active_finding(item: Json) -> list[str]:
+    """Return the lines of a finding, with the limit it was held against and that limit's source."""
+    about = f"{item['check']}, {item['entity']['kind']} {item['entity']['id']}"
+    limit = [f"{name}: {item[name]}" for name in ("threshold", "source") if item.get(name)]
+    end = f" ({'; '.join(limit)})" if limit else ""
+    text = f"{item['status']:<7}  {about}: {item['message']}{end}"
+    return wrap(text, _SECTION_WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
 
 
 def _strikes(strikes: Sequence[Strike]) -> Iterable[str]:

@@ -1,18 +1,23 @@
 """Queries about burn-ins and sweeps. Only root's count: a user can invent results."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import Connection, Select, Text, or_, select, type_coerce
+from sqlalchemy import Connection, Select, Text, func, or_, select, type_coerce
 
+from gpuops.model import Json
 from gpuops.store import schema
 from gpuops.store.burnin import measurements, pair_tests
-from gpuops.store.checks import check_runs
+from gpuops.store.checks import check_results, check_runs
+from gpuops.store.events import SWEEP_ENDED
 
 _FETCHED_ROWS = 5_000
+_SWEEPS_MAX = 5
+_GOOD = ("pass", "skip")
+_FINDING = ("status", "value", "unit", "threshold", "source", "message", "failure_class")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +45,12 @@ class MeasurementRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurninRow:
-    """A run of the suite of active tests on one node, with what it measured."""
+    """A burn-in of one node at ``t_us``: what did not pass (JSON), and what was measured."""
 
     check_run_id: str
-    start_us: int
-    end_us: int | None
+    t_us: int
     status: str
+    findings: tuple[Json, ...]
     measurements: tuple[MeasurementRow, ...]
 
 
@@ -66,6 +71,25 @@ class PairTestRow:
     unit: str | None
     parameters: str
     t_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """A sweep that *uid* recorded: the payload of its ``sweep.ended``."""
+
+    t_us: int
+    uid: int
+    payload: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSweep:
+    """The tests of one node in a sweep, and the findings that name it (JSON)."""
+
+    sweep_id: str
+    t_us: int
+    findings: tuple[Json, ...]
+    tests: tuple[PairTestRow, ...]
 
 
 _MEASURED = [
@@ -101,14 +125,12 @@ def passed_measurements(
 
 
 def last_burnin(connection: Connection, node_id: str) -> BurninRow | None:
-    """Return root's last run that measured something on a node."""
+    """Return root's last burn-in of a node."""
     table, run = measurements.c, check_runs.c
     newest = (
-        select(run.id, run.start_us, run.end_us, run.status)
-        .join(measurements, table.check_run_id == run.id)
-        .where(table.node_id == node_id, table.origin_uid == 0)
-        .where(run.node_id == node_id, run.origin_uid == 0)
-        .order_by(table.t_us.desc(), table.id.desc())
+        select(run.id, run.last_us, run.status)
+        .where(run.node_id == node_id, run.suite == "burnin", run.origin_uid == 0)
+        .order_by(run.last_us.desc(), run.id.desc())
         .limit(1)
     )
     found = connection.execute(newest).one_or_none()
@@ -120,40 +142,101 @@ def last_burnin(connection: Connection, node_id: str) -> BurninRow | None:
         .where(table.check_run_id == found.id, table.node_id == node_id, table.origin_uid == 0)
         .order_by(table.t_us, table.id)
     )
+    measured = map(_measurement, connection.execute(query).mappings())
     return BurninRow(
         check_run_id=found.id,
-        start_us=found.start_us,
-        end_us=found.end_us,
+        t_us=found.last_us,
         status=found.status,
-        measurements=tuple(map(_measurement, connection.execute(query).mappings())),
+        findings=tuple(_findings_of(connection, found.id)),
+        # Runs with equal results share a row: the last value of each test is that of the last run.
+        measurements=tuple(
+            {(x.test, x.part_kind, x.part_id, x.parameters): x for x in measured}.values()
+        ),
     )
 
 
-def last_sweep(connection: Connection, cluster: str, node: str) -> tuple[PairTestRow, ...]:
-    """Return the tests of *node* in root's last sweep that tested it, in order; none: ``()``."""
+def _findings_of(connection: Connection, check_run_id: str) -> Iterator[Json]:
+    result = check_results.c
+    query = select(check_results).where(result.check_run_id == check_run_id)
+    query = query.where(result.status.not_in(_GOOD)).order_by(result.ordinal)
+    for row in connection.execute(query).mappings():
+        entity = {"kind": row["entity_kind"], "id": row["entity_id"]}
+        yield {"check": row["check_name"], "entity": entity, **{n: row[n] for n in _FINDING}}
+
+
+def last_sweep(connection: Connection, cluster: str, node: str) -> NodeSweep | None:
+    """Return root's last sweep that tested *node*."""
     table = pair_tests.c
-    of_node = or_(table.node_a == node, table.node_b == node)
-    newest = _of_root(cluster).where(of_node).order_by(table.t_us.desc(), table.id.desc()).limit(1)
+    of_node = _tests_by(cluster, {0}).where(or_(table.node_a == node, table.node_b == node))
+    newest = of_node.order_by(table.t_us.desc(), table.id.desc()).limit(1)
     last = connection.execute(newest).mappings().one_or_none()
     if last is None:
-        return ()
-    query = _of_root(cluster).where(of_node, table.sweep_id == last["sweep_id"])
+        return None
+    ended = sweeps(connection, cluster, last["sweep_id"])
+    query = of_node.where(table.sweep_id == last["sweep_id"]).order_by(table.round, table.id)
+    return NodeSweep(
+        sweep_id=last["sweep_id"],
+        t_us=last["t_us"],
+        findings=tuple(
+            finding
+            for row in ended
+            if row.uid == 0
+            for finding in row.payload.get("findings", ())
+            if node in finding["entity"]["id"].split(",")
+        ),
+        tests=tuple(PairTestRow(**row) for row in connection.execute(query).mappings()),
+    )
+
+
+def sweeps(connection: Connection, cluster: str, sweep_id: str | None = None) -> list[SweepRow]:
+    """Return the last sweeps in *cluster*, or those called *sweep_id*; of anybody, newest first."""
+    event = schema.events.c
+    query = select(event.t_us, event.origin_uid.label("uid"), event.payload)
+    query = query.where(event.kind == SWEEP_ENDED, event.cluster == cluster)
+    if sweep_id is not None:
+        named = f'"sweep":{json.dumps(sweep_id)}'  # as canonical JSON has it
+        query = query.where(type_coerce(event.payload, Text).contains(named, autoescape=True))
+    query = query.order_by(event.t_us.desc(), event.id.desc()).limit(_SWEEPS_MAX)
+    return [SweepRow(**row) for row in connection.execute(query).mappings()]
+
+
+def sweep_tests(connection: Connection, cluster: str, sweep_id: str, uid: int) -> list[PairTestRow]:
+    """Return the tests that *uid* recorded of a sweep, by round."""
+    table = pair_tests.c
+    query = _tests_by(cluster, {uid}).where(table.sweep_id == sweep_id)
     found = connection.execute(query.order_by(table.round, table.t_us, table.id)).mappings()
-    return tuple(PairTestRow(**row) for row in found)
+    return [PairTestRow(**row) for row in found]
 
 
-def pair_tests_since(connection: Connection, cluster: str, since_us: int) -> list[PairTestRow]:
-    """Return root's tests of pairs in *cluster* since *since_us*, in the order of time."""
-    query = _of_root(cluster).where(pair_tests.c.t_us >= since_us)
-    query = query.order_by(pair_tests.c.t_us, pair_tests.c.id)
-    return [PairTestRow(**row) for row in connection.execute(query).mappings()]
+def pair_tests_since(
+    connection: Connection, cluster: str, since_us: int, uid: int = 0
+) -> Iterator[PairTestRow]:
+    """Yield the tests of pairs since *since_us* that root or *uid* recorded, in order of time."""
+    table = pair_tests.c
+    query = _tests_by(cluster, {0, uid}).where(table.t_us >= since_us)
+    query = query.order_by(table.t_us, table.id).execution_options(yield_per=_FETCHED_ROWS)
+    for row in connection.execute(query).mappings():
+        yield PairTestRow(**row)
 
 
-def _of_root(cluster: str) -> Select[Any]:
+def last_repairs(connection: Connection, cluster: str) -> dict[str, int]:
+    """Return when each node of *cluster*, or a part of it, was last repaired."""
+    node, repair = schema.nodes.c, schema.repairs.c
+    query = (
+        select(node.hostname, func.max(repair.t_us))
+        .join(schema.repairs, repair.node_id == node.id)
+        .join(schema.clusters, schema.clusters.c.id == node.cluster_id)
+        .where(schema.clusters.c.name == cluster)
+        .group_by(node.hostname)
+    )
+    return {row[0]: row[1] for row in connection.execute(query)}
+
+
+def _tests_by(cluster: str, uids: Collection[int]) -> Select[Any]:
     return (
         select(*_TESTED)
         .join(schema.clusters, schema.clusters.c.id == pair_tests.c.cluster_id)
-        .where(schema.clusters.c.name == cluster, pair_tests.c.origin_uid == 0)
+        .where(schema.clusters.c.name == cluster, pair_tests.c.origin_uid.in_(uids))
     )
 
 

@@ -8,7 +8,7 @@ from gpuops.store.spool.format import SpoolLineError
 from gpuops.store.spool.forward import why_refused
 
 
-@pytest.mark.parametrize("kind", ["burnin.measured", "sweep.tested"])
+@pytest.mark.parametrize("kind", ["burnin.measured", "sweep.tested", "sweep.ended"])
 def test_of_a_user_none_is_forwarded_to_the_store_of_the_fleet(kind):
     teller = Teller()
     event = teller.tell(kind, node="n1", run_id="r1")

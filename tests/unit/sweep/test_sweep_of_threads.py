@@ -9,7 +9,7 @@ import pytest
 
 from gpuops.burnin.blame import BlameKind
 from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
-from gpuops.cli.sweep_result import pair_events
+from gpuops.cli.sweep_result import check_run_of, sweep_body, sweep_events
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStore
 from gpuops.host.clock import SystemClock
@@ -170,7 +170,21 @@ def test_a_test_that_measured_nothing_is_no_event_of_its_pair() -> None:
         PairTest(nodes=("n1", other), outcome=outcome, sweep="s1")
         for other, outcome in (("n2", PairOutcome.UNKNOWN), ("n3", PairOutcome.FAIL))
     ]
-    assert [e.payload["nodes"] for e in pair_events(tests, "n1", SystemClock())] == [["n1", "n3"]]
+    result = SweepResult(
+        sweep="s1",
+        nodes=("n1", "n2", "n3"),
+        missing={},
+        unfit={},
+        tests=tuple(tests),
+        details={},
+        verdicts=(),
+        findings=(),
+        share_tested=2 / 3,
+    )
+    body = sweep_body(result, check_run_of(result, "n1", (0, 1)))
+    ended, *tested = sweep_events(body, tests, "n1", SystemClock())
+    assert [event.payload["nodes"] for event in tested] == [["n1", "n3"]]
+    assert ended.payload["n_tests"] == 1
 
 
 def test_participants_end_when_nobody_leads(fleet: Callable[..., Fleet]) -> None:

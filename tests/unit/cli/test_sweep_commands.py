@@ -1,0 +1,242 @@
+"""``gpuops sweep show``, ``sweep history`` and ``node show``: sweeps out of the store."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from support.stories import Teller, envelopes, pair
+from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
+
+from gpuops.burnin.pairs import node_pair
+from gpuops.cli.main import run_command
+from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
+from gpuops.errors import GpuopsError
+from gpuops.host.clock import FakeClock
+from gpuops.model import Entity, EntityKind, Finding, Status
+from gpuops.store.engine import open_store
+from gpuops.store.ingest.batch import ingest
+from gpuops.store.spool.format import LineEncoder, decode_line
+from gpuops.units import iso_utc
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Return a function that runs one command line: (exit code, standard output, error)."""
+    monkeypatch.setenv("GPUOPS_STORE", f"sqlite:///{tmp_path / 'store.db'}")
+    monkeypatch.setenv("GPUOPS_SPOOL", str(tmp_path / "spool"))
+
+    def command(*args):
+        code = run_command(list(args))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Return a function that puts events into the store as *uid*."""
+
+    def add(events, uid=0):
+        teller = Teller(uid)
+        for event in events:
+            teller.add(event)
+        url = f"sqlite:///{tmp_path / 'store.db'}"
+        with open_store(url, mode="write") as store, store.begin() as connection:
+            ingest(connection, envelopes(teller.lines, uid=uid, cluster="default"), 7)
+
+    return add
+
+
+@pytest.mark.parametrize("words", [[], ["last"], ["5a3e"]])
+def test_a_sweep_is_shown_as_it_was_printed(call, put, capsys, words):
+    put([*events_of_sweep("5a3d", T0_US - 10**9), *events_of_sweep()])
+    print_sweep(*a_sweep(), as_json=False)
+    text = capsys.readouterr().out
+    print_sweep(*a_sweep(), as_json=True)
+    body = json.loads(capsys.readouterr().out)
+
+    assert call("sweep", "show", *words) == (0, text, "")
+    code, out, err = call("sweep", "show", *words, "--json")
+    assert (code, json.loads(out), err) == (0, body, "")
+    assert [(v["kind"], v["entity"]["id"]) for v in body["verdicts"]] == [("node", "n3")]
+    assert body["findings"][0]["source"].startswith("gpuops: failed with two partners")
+    assert (body["missing"], body["nodes"]) == ({"n4": "no route to host"}, list(NODES))
+
+
+def test_the_text_has_the_matrix_what_went_wrong_and_the_verdict(call, put):
+    put(events_of_sweep())
+    _, out, _ = call("sweep", "show")
+
+    assert out.startswith("sweep 5a3e of 4 nodes: n[0-3]\n")
+    assert "n3   4 X X X \\" in out
+    assert "n0,n3: n3: connection refused" in out
+    assert "n0: fail (suite sweep, 9.00 s): sweep: node n3: failed: failed with n0" in out
+    assert "node n4: did not join: no route to host" in out
+
+
+@pytest.mark.parametrize("command", [("sweep", "show"), ("sweep", "show", "5a3e")])
+def test_a_store_without_sweeps_and_one_that_does_not_answer(call, put, tmp_path, command):
+    put([])
+    code, out, err = call(*command)
+    assert (code, out) == (64, "")
+    assert err == "gpuops: the store holds no sweep yet; `gpuops sweep` makes one\n"
+
+    code, out, err = call(*command, "--store", f"sqlite:///{tmp_path}/typo/gpuops.db")
+    assert (code, out) == (75, "")
+    assert (
+        f"cannot open the store sqlite:///{tmp_path}/typo/gpuops.db: there is no such file" in err
+    )
+
+
+def test_an_id_that_is_not_known_is_an_error_that_names_the_newest(call, put):
+    put([*events_of_sweep("old", T0_US - 10**9), *events_of_sweep("new")])
+    code, _, err = call("sweep", "show", "odl")
+
+    when = [iso_utc(t_us)[:19].replace("T", " ") for t_us in (T0_US, T0_US - 10**9)]
+    assert code == 64
+    assert f"knows no sweep 'odl'; the newest are new ({when[0]} UTC), old ({when[1]} UTC)" in err
+
+
+def test_a_sweep_of_a_user_and_one_that_is_still_on_its_way_are_said_to_be(call, put):
+    put(events_of_sweep()[:4], uid=1000)
+    put(events_of_sweep()[4:], uid=1001)
+    code, out, err = call("sweep", "show")
+
+    assert code == 0
+    assert "n3   4 X     \\" in out
+    assert "the store has 3 of its 6 tests" in err
+    assert "user 1000 made this sweep, not root" in err
+
+
+def test_a_record_that_cannot_be_read_is_one_error(call, put):
+    ended, *_ = events_of_sweep()
+    put([replace(ended, payload={"sweep": "5a3e", "shortened": True})])
+    code, out, err = call("sweep", "show")
+
+    assert (code, out) == (70, "")
+    assert "the store's record of this sweep cannot be read" in err
+    assert "Traceback" not in err
+
+
+def test_options_of_a_sweep_before_show_are_refused(call):
+    code, out, err = call("sweep", "--json", "show")
+
+    assert (code, out) == (64, "")
+    assert "--json before `show` starts no sweep; put it after `show`" in err
+
+
+def test_a_sweep_too_large_for_an_event_keeps_its_worst_findings():
+    body, check_run, tests = a_sweep()
+    more = [
+        Finding(
+            check="sweep",
+            entity=Entity(EntityKind.NODE, f"m{number}"),
+            status=Status.WARN,
+            message="x" * 300,
+        ).to_json()
+        for number in range(2000)
+    ]
+    missing = {f"m{number}": "no route to host" for number in range(10_000)}
+    body |= {"findings": [*body["findings"], *more], "missing": missing}
+    ended = sweep_events(body, tests, "n0", FakeClock())[0]
+    encoder = LineEncoder(node="n0", boot_id="b", randomness=random.Random(1).randbytes)
+
+    kept, again = stored_body(decode_line(encoder.encode(ended)).event.payload)
+
+    assert kept["findings"][0] == body["findings"][0]
+    assert again.findings[0] == check_run.findings[0]
+    assert kept["verdicts"] == body["verdicts"]
+
+
+def test_what_is_no_record_of_a_sweep_is_refused():
+    ended, *_ = events_of_sweep()
+    for name in ("findings", "nodes", "start", "verdicts"):
+        with pytest.raises(GpuopsError, match="cannot be read"):
+            stored_body({**ended.payload, name: None})
+
+
+def weeks(repaired=None):
+    """Return the events of twenty sweeps of 16 nodes in which n00 fails half of its tests."""
+    rng, teller = random.Random(1), Teller(1)
+    for night in range(20):
+        order = rng.sample([f"n{number:02}" for number in range(16)], 16)
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            is_bad = "n00" in (a, b) and night % 2
+            changes = {"sweep": str(night), "outcome": "fail" if is_bad else "pass"}
+            teller.tell("sweep.tested", pair(*node_pair(a, b), **changes))
+    if repaired:
+        entity = {"kind": "node", "id": repaired}
+        teller.tell("node.repaired", node=repaired, entity=entity, by="ada", what="a new card")
+    return [line.event for line in teller.lines]
+
+
+SINCE = ("--since", "2025-01-01")
+
+
+def test_a_node_that_fails_now_and_then_is_named_with_its_figures(call, put):
+    put(weeks())
+    code, out, _ = call("sweep", "history", *SINCE)
+
+    assert code == 0
+    assert "20 sweeps since 2025-01-01 00:00:00 UTC: 10 of 160 tests of pairs failed" in out
+    assert "warn  node n00: failed 10 of 20 tests since its last repair" in out
+    assert out.count("warn") == 1
+    assert "a node that fails 20 % of its tests is found by these sweeps with a probability" in out
+    assert "source: exact binomial test" in out
+
+
+def test_the_history_as_json(call, put):
+    put(weeks())
+    code, out, _ = call("sweep", "history", *SINCE, "--json")
+    body = json.loads(out)
+
+    assert code == 0
+    assert (body["sweeps"], body["tests"], body["failed"]) == (20, 160, 10)
+    (finding,) = body["findings"]
+    assert (finding["entity"]["id"], finding["status"], finding["value"]) == ("n00", "warn", 50.0)
+    assert [item["rate"] for item in body["power"]] == [0.05, 0.1, 0.2]
+    assert all(0 < item["found"] < 1 and item["sweeps"] > 20 for item in body["power"])
+
+
+@pytest.mark.parametrize(("repaired", "n_named"), [("n00", 0), ("n07", 1)])
+def test_a_repair_of_the_node_starts_its_count_anew(call, put, repaired, n_named):
+    put(weeks(repaired))
+    _, out, _ = call("sweep", "history", *SINCE)
+
+    assert out.count("warn  node n00") == n_named
+    assert ("no node or pair fails more often than the others" in out) is not bool(n_named)
+
+
+def test_old_sweeps_and_those_of_others_do_not_count(call, put):
+    put(weeks(), uid=4242)
+    _, of_others, _ = call("sweep", "history", *SINCE)
+    put(weeks())
+    _, old, _ = call("sweep", "history")
+
+    assert "0 sweeps since 2025-01-01" in of_others
+    assert old.startswith("0 sweeps since 20")
+    assert "no node or pair fails" in old
+
+
+def test_a_node_has_its_last_sweep_and_what_it_said(call, put):
+    put(events_of_sweep())
+    put([Teller(7).event("node.seen", node="n3")], uid=0)
+    code, out, _ = call("node", "show", "n3")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    text = " ".join(lines)
+
+    assert code == 0
+    at = lines.index("last sweep")
+    assert "sweep 5a3e: 0 of 3 tests passed" in lines[at + 1]
+    assert "fail sweep, node n3: failed: failed with n0, n1, n2" in text
+    assert "threshold: passes with two partners; source: gpuops: failed with two" in text
+    assert "fail with n0" in lines
+    assert lines[lines.index("last burn-in") + 1] == "none"
+
+    body = json.loads(call("node", "show", "n3", "--json")[1])
+    assert body["burnin"] is None
+    assert body["sweep"]["sweep"] == "5a3e"
+    assert [test["outcome"] for test in body["sweep"]["tests"]] == ["fail"] * 3
+    assert [item["entity"]["id"] for item in body["sweep"]["findings"]] == ["n3"]

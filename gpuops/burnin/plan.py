@@ -18,7 +18,7 @@ TEST_S_MIN = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurninTest:
-    """One test: the module of its program in `gpuops.worker.burnin`, and its arguments.
+    """One test: its ``name`` is that of its program in `gpuops.worker.burnin`.
 
     ``on_parts``: one process for each GPU, or group of processors, all at once; else one for the
     node. ``together``: these are the ranks of one group. ``seconds``: how long it measures.
@@ -26,8 +26,6 @@ class BurninTest:
 
     name: str
     about: str
-    program: str
-    arguments: tuple[str, ...] = ()
     on_parts: bool = True
     together: bool = False
     seconds: float = 0.0
@@ -39,44 +37,34 @@ class BurninTest:
 
 
 _ALL = (
-    BurninTest(name="gemm", about="matrix products: rate, and the same bits", program="gemm"),
+    BurninTest(name="gemm", about="matrix products: rate, and the same bits"),
     BurninTest(
         name="hbm",
         about="memory bandwidth: copy and triad",
-        program="memory",
-        arguments=("--mode", "hbm"),
     ),
     BurninTest(
         name="links",
         about="copies between the host, its NUMA nodes and GPUs; kernel launches",
-        program="links",
         on_parts=False,
     ),
     BurninTest(
         name="collectives",
         about="collectives between the parts: bus bandwidth, and what each rank received",
-        program="collectives",
         together=True,
     ),
     BurninTest(
         name="host",
         about="processors: memory, integers and floating point, one core and all",
-        program="host",
-        arguments=("--mode", "host"),
         on_parts=False,
     ),
     BurninTest(
         name="patterns",
         about="memory keeps what is written: addresses, complements, moving inversions",
-        program="memory",
-        arguments=("--mode", "patterns"),
     ),
-    BurninTest(name="soak", about="products under load: rate, clocks, heat", program="soak"),
+    BurninTest(name="soak", about="products under load: rate, clocks, heat"),
     BurninTest(
         name="disk",
         about="a file on each local disk: direct I/O and fsync, read back",
-        program="host",
-        arguments=("--mode", "disk"),
         on_parts=False,
     ),
 )

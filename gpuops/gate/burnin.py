@@ -51,8 +51,8 @@ def program_command(
     test: BurninTest, part: PartUnderTest, more: Sequence[str] = ()
 ) -> Sequence[str]:
     """Return the command of *test* on *part*."""
-    words = (*part.words, "--seconds", f"{test.seconds:g}", *test.arguments, *more)
-    return module_command(f"gpuops.worker.burnin.{test.program}", *words)
+    words = (test.name, *part.words, "--seconds", f"{test.seconds:g}", *more)
+    return module_command("gpuops.worker.burnin", *words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def burnin(root, tmp_path):
             if command is not None:
                 return command(test, part.entity)
             real = program_command(test, part, more)
-            planted = [sys.executable, "-c", code, *real[real.index("--device") :]]
+            planted = [sys.executable, "-c", code, *real[real.index("gemm") :]]
             return planted if part.entity.id == bad_part else real
 
         request = BurninRequest(
@@ -419,7 +419,7 @@ def test_mistakes_on_the_command_line_are_64(words, text):
 
 FLIPS = """
 import sys, torch
-from gpuops.worker.burnin import gemm
+from gpuops.worker.burnin import __main__ as program, gemm
 
 calls = []
 
@@ -430,8 +430,10 @@ def flips(a, b, out):
     if a.dtype == torch.float32 and len(calls) > 3:
         out.view(torch.int32)[7, 9] ^= 1
 
-gemm._measure = lambda device, found, emit: gemm.measure_gemm(device, found.seconds, emit, flips)
-sys.exit(gemm.main(sys.argv[1:]))
+program.RUNS["gemm"] = lambda device, options, emit: gemm.measure_gemm(
+    device, options.seconds, emit, flips
+)
+sys.exit(program.main(sys.argv[1:]))
 """
 
 

@@ -1,11 +1,8 @@
 """Collectives between the parts of one node: how fast, and whether every rank gets what it must.
 
-``python -m gpuops.worker.burnin.collectives --device cpu:0 --rank 0 --ranks 2 …``, one process
-for each part; NCCL between GPUs, gloo between groups of processors.
+One process for each part; NCCL between GPUs, gloo between groups of processors.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from gpuops.burnin.bandwidth import busbw_gbs, size_text
 from gpuops.burnin.measurement import canonical
 from gpuops.model import Entity, EntityKind, UnknownReason
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter, arguments, run_program
+from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter
 
 TEST = "collectives"
 _WARM_UP = 2
@@ -202,35 +199,32 @@ def _sizes(device: DeviceUnderTest) -> tuple[int, ...]:
     return tuple(size for size in _GPU_SIZES if _BUFFERS * size <= free)
 
 
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
-    if found.ranks < 2:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOfNode:
+    """This process among those that measure *node*; they meet at a file that is not there yet."""
+
+    rank: int
+    ranks: int
+    node: str
+    meet: str
+
+
+def measure_as_rank(device: DeviceUnderTest, of: RankOfNode, seconds: float, emit: Emit) -> None:
+    """Measure the collectives as one of several ranks."""
+    if of.ranks < 2:
         why = "there is one part: nothing to exchange"
         Reporter(TEST, device.part, emit).not_measured(UnknownReason.NOT_SUPPORTED, why)
         return
     dist.init_process_group(
         "nccl" if device.is_gpu else "gloo",
-        init_method=f"file://{found.meet}",
-        rank=found.rank,
-        world_size=found.ranks,
+        init_method=f"file://{of.meet}",
+        rank=of.rank,
+        world_size=of.ranks,
         timeout=timedelta(seconds=_MEET_S),
     )
     try:
-        node = Entity(EntityKind.NODE, found.node)
-        measure_collectives(device, node, found.seconds, _sizes(device), emit)
+        node = Entity(EntityKind.NODE, of.node)
+        measure_collectives(device, node, seconds, _sizes(device), emit)
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    parser = arguments(TEST)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--meet", required=True, help="A file that does not exist yet.")
-    return run_program(parser, argv, _measure, TEST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

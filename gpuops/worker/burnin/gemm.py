@@ -1,11 +1,6 @@
-"""Matrix products: how fast, and whether they are the same bits each time.
+"""Matrix products: how fast, and whether they are the same bits each time."""
 
-``python -m gpuops.worker.burnin.gemm --device cuda:0 --seconds 60``
-"""
-
-import argparse
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +12,7 @@ from gpuops.worker.burnin.program import (
     DeviceUnderTest,
     Emit,
     Reporter,
-    arguments,
     rates,
-    run_program,
 )
 
 TEST = "gemm"
@@ -160,16 +153,3 @@ def fixed_matrix(size: int, seed: int, dtype: torch.dtype, device: torch.device)
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of the bytes of *tensor*."""
     return hashlib.sha256(tensor.cpu().view(torch.uint8).numpy().data).hexdigest()
-
-
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
-    measure_gemm(device, found.seconds, emit)
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    return run_program(arguments(TEST), argv, _measure, TEST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,11 @@
-"""The host: its processors, its memory as they see it, and its local disks.
+"""The host: its processors, its memory as they see it, and its local disks."""
 
-``python -m gpuops.worker.burnin.host --device cpu:0-63 --seconds 60``
-"""
-
-import argparse
 import errno
 import hashlib
 import mmap
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,9 +18,7 @@ from gpuops.worker.burnin.program import (
     DeviceUnderTest,
     Emit,
     Reporter,
-    arguments,
     rates,
-    run_program,
 )
 
 HOST, DISK = "host", "disk"
@@ -161,24 +154,3 @@ def _block(number: int) -> bytes:
     """Return the content of block *number*: no two blocks are alike, and none compresses away."""
     seed = hashlib.sha256(number.to_bytes(8, "little")).digest()
     return hashlib.shake_128(seed).digest(2**16) * (_BLOCK_BYTES // 2**16)
-
-
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
-    if found.mode == HOST:
-        measure_processors(device, found.seconds, emit)
-        return
-    folders: Sequence[Path] = found.folder
-    for folder in folders:
-        measure_disk(folder, found.seconds / len(folders), emit)
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    parser = arguments("host")
-    parser.add_argument("--mode", choices=(HOST, DISK), default=HOST)
-    parser.add_argument("--folder", type=Path, action="append", default=[])
-    return run_program(parser, argv, _measure, "host")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,15 +1,11 @@
 """Links of a node: copies between the host's memory and each GPU, and between GPUs.
 
-``python -m gpuops.worker.burnin.links --device cpu:0-63 --gpu GPU-… --gpu GPU-… --seconds 60``
-
 One GPU after another: together they would share the host's memory. Where there is no GPU the same
 copies are made between buffers of the host's NUMA nodes.
 """
 
-import argparse
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +21,9 @@ from gpuops.worker.burnin.program import (
     DeviceUnderTest,
     Emit,
     Reporter,
-    arguments,
     open_device,
     parse_cpus,
     rates,
-    run_program,
 )
 
 TEST = "links"
@@ -152,25 +146,16 @@ def _compare(
         report.wrong(parameters, text)
 
 
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
-    nodes = NumaNodes.read(Path("/"), device.cpus)
-    if not found.gpu:
-        measure_links([(device, nodes.places(min(nodes.cpus, default=None)))], found.seconds, emit)
-        return
-    gpus = []
-    for number, uuid in enumerate(found.gpu):
-        gpu = open_device(f"cuda:{number}", f"{EntityKind.GPU}:{uuid}")
-        near = numa_node_of(torch.cuda.get_device_properties(number))
-        gpus.append((gpu, nodes.places(near)))
-    measure_links(gpus, found.seconds, emit)
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    parser = arguments(TEST)
-    parser.add_argument("--gpu", action="append", default=[], help="A UUID, as they are visible.")
-    return run_program(parser, argv, _measure, TEST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def measure_all_links(
+    host: DeviceUnderTest, gpus: Sequence[str], seconds: float, emit: Emit
+) -> None:
+    """Measure the links of *gpus* (UUIDs, as they are visible), or of the host if there is none."""
+    nodes = NumaNodes.read(Path("/"), host.cpus)
+    devices = [
+        (
+            open_device(f"cuda:{number}", f"{EntityKind.GPU}:{uuid}"),
+            nodes.places(numa_node_of(torch.cuda.get_device_properties(number))),
+        )
+        for number, uuid in enumerate(gpus)
+    ]
+    measure_links(devices or [(host, nodes.places(min(nodes.cpus, default=None)))], seconds, emit)

@@ -1,10 +1,5 @@
-"""The memory of a GPU or of the host: how fast it is, and whether it keeps what is written.
+"""The memory of a GPU or of the host: how fast it is, and whether it keeps what is written."""
 
-``python -m gpuops.worker.burnin.memory --device cuda:0 --seconds 60 --mode patterns``
-"""
-
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +14,7 @@ from gpuops.worker.burnin.program import (
     DeviceUnderTest,
     Emit,
     Reporter,
-    arguments,
     rates,
-    run_program,
 )
 
 BANDWIDTH, PATTERNS = "hbm", "patterns"
@@ -179,24 +172,15 @@ def _first_wrong(name: str, piece: torch.Tensor, expected: torch.Tensor, first: 
     )
 
 
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
+def bandwidth_bytes(device: DeviceUnderTest) -> int:
+    """Return the size of an operand, in whole MiB."""
+    size = min(_GPU_BUFFER_BYTES if device.is_gpu else _BUFFER_BYTES, free_bytes(device) // 4)
+    return size >> 20 << 20
+
+
+def patterns_bytes(device: DeviceUnderTest, seconds: float) -> int:
+    """Return how much memory of *device* is tested; of processors no more than is done in time."""
     free = free_bytes(device)
-    if found.mode == BANDWIDTH:
-        size = min(_GPU_BUFFER_BYTES if device.is_gpu else _BUFFER_BYTES, free // 4)
-        measure_bandwidth(device, found.seconds, size >> 20 << 20, emit)
-        return
-    in_time = int(found.seconds * _CPU_BYTES_PER_S / _PASSES)
-    size = found.bytes or (free - _LEAVE_BYTES if device.is_gpu else min(free, in_time))
-    measure_patterns(device, found.seconds, MemoryPieces.allocate(device, size), emit)
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    parser = arguments("memory")
-    parser.add_argument("--mode", choices=(BANDWIDTH, PATTERNS), default=BANDWIDTH)
-    parser.add_argument("--bytes", type=int, default=0)
-    return run_program(parser, argv, _measure, "memory")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if device.is_gpu:
+        return free - _LEAVE_BYTES
+    return min(free, int(seconds * _CPU_BYTES_PER_S / _PASSES))

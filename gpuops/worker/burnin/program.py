@@ -1,6 +1,5 @@
 """What the programs of all tests share: the device under test, timed repeats, and their lines."""
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +10,10 @@ import torch
 from gpuops.burnin.measurement import Measurement, canonical
 from gpuops.burnin.results import (
     NotMeasured,
-    ProgramEnd,
     ProgramNote,
     Record,
-    SoftwareVersions,
     WrongResult,
-    to_line,
 )
-from gpuops.host.process.sidecar import die_with_parent
 from gpuops.hostlist import expand
 from gpuops.model import Entity, EntityKind, UnknownReason
 
@@ -179,36 +174,3 @@ def _warm_up(once: Callable[[], object], device: DeviceUnderTest, seconds: float
         if number and time.monotonic() >= ends_s:
             break
     return took_s
-
-
-def emit_line(record: Record) -> None:
-    """Print *record* for the parent."""
-    print(to_line(record), flush=True)  # noqa: T201 our output
-
-
-def arguments(test: str) -> argparse.ArgumentParser:
-    """Return the parser of what every program takes."""
-    parser = argparse.ArgumentParser(prog=f"gpuops.worker.burnin.{test}", allow_abbrev=False)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--part")
-    parser.add_argument("--seconds", type=float, required=True)
-    return parser
-
-
-def run_program(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str],
-    measure: Callable[[DeviceUnderTest, argparse.Namespace, Emit], None],
-    test: str,
-) -> int:
-    """Measure as *argv* says and print the records; return the exit code."""
-    die_with_parent()
-    found = parser.parse_args(argv)
-    device = open_device(found.device, found.part)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
-    if device.is_gpu:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    emit_line(SoftwareVersions(versions={name: text for name, text in versions.items() if text}))
-    measure(device, found, emit_line)
-    emit_line(ProgramEnd(test=test))
-    return 0

@@ -1,11 +1,6 @@
-"""Matrix products for a long time: does the device hold its rate, and which clocks has it?
+"""Matrix products for a long time: does the device hold its rate, and which clocks has it?"""
 
-``python -m gpuops.worker.burnin.soak --device cuda:0 --seconds 600``
-"""
-
-import argparse
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +11,7 @@ from gpuops.host.nvml.calls import clocks, identity, power, temperatures
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.host.nvml.session import snapshot_here
 from gpuops.worker.burnin.gemm import Product, RepeatedProduct, multiply, size_of
-from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter, arguments, run_program
+from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter
 
 TEST = "soak"
 EVERY_S = 1.0
@@ -88,26 +83,12 @@ def samples_text(samples: Sequence[NvmlGpu]) -> str:
     return f"{len(samples)} samples: {', '.join(texts) or 'nothing reduced the clocks'}"
 
 
-def reader_of(uuid: str) -> ReadGpu:
-    """Return what reads the GPU *uuid* from NVML, None where NVML does not show it."""
+def reader_of(device: DeviceUnderTest) -> ReadGpu | None:
+    """Return what reads the GPU *device* from NVML (None where it is not shown); None of others."""
 
     def read_gpu() -> NvmlGpu | None:
         until_s = time.monotonic() + _READ_S
         found = snapshot_here(until_s, groups=(identity, clocks, power, temperatures))
-        return next((gpu for gpu in found.gpus if gpu.uuid == uuid), None)
+        return next((gpu for gpu in found.gpus if gpu.uuid == device.part.id), None)
 
-    return read_gpu
-
-
-def _measure(device: DeviceUnderTest, found: argparse.Namespace, emit: Emit) -> None:
-    read_gpu = reader_of(device.part.id) if device.is_gpu else None
-    measure_soak(device, found.seconds, emit, read_gpu)
-
-
-def main(argv: list[str]) -> int:
-    """Run the program; return its exit code."""
-    return run_program(arguments(TEST), argv, _measure, TEST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return read_gpu if device.is_gpu else None

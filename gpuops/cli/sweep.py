@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from gpuops.agent.launch.job_token import given_token, own_token, own_token_file
 from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import PairTest
+from gpuops.burnin.schedule import ALL_PAIRS_MAX
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
 from gpuops.cli.options import json_option, option_callback, settings_of
@@ -61,6 +62,7 @@ class _Terms:
     size_bytes: int | None
     timeout_s: float
     join_s: float
+    nightly: bool
 
 
 class _SweepGroup(click.Group):
@@ -109,6 +111,9 @@ class _SweepGroup(click.Group):
     show_default=True,
     help="Of one collective: after that the pair failed.",
 )
+@click.option(
+    "--nightly", is_flag=True, help="One more round of all nodes, for `gpuops sweep history`."
+)
 @click.option("--no-check", is_flag=True, help="Take part without a health check of the node.")
 @click.option("--no-record", is_flag=True, help="Do not record the result.")
 @click.option("--join", metavar="HOST:PORT", hidden=True)
@@ -126,6 +131,7 @@ def sweep(
     size: int | None,
     seed: int | None,
     timeout_s: float,
+    nightly: bool,
     no_check: bool,
     no_record: bool,
     join: str | None,
@@ -135,10 +141,11 @@ def sweep(
 ) -> int:
     """Test nodes in pairs, and name the node or the link that is slow or fails.
 
-    Up to 16 nodes every pair is tested; above, two rounds of random pairs. Suspects are tested
-    again with nodes that passed. Exit codes: 0 nobody is named, or only with a warning; 1 a node or
-    a link failed; 3 it could not be judged; 64 a mistake on the command line; 75 the sweep was not
-    finished.
+    Up to 16 nodes every pair is tested; above, two rounds of random pairs, first those that no
+    recorded sweep of 90 days has tested. Suspects are tested again with nodes that passed.
+
+    Exit codes: 0 nobody is named, or only with a warning; 1 a node or a link failed; 3 it could not
+    be judged; 64 a mistake on the command line; 75 the sweep was not finished.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -152,6 +159,7 @@ def sweep(
         size_bytes=size,
         timeout_s=timeout_s,
         join_s=_JOIN_S,
+        nightly=nightly,
     )
     session = _Session(
         ctx, settings, terms, devices, is_checked=not no_check, is_recorded=not no_record
@@ -333,6 +341,8 @@ class _Session:
         nodes: Sequence[str],
         participants: RemoteCommands | None = None,
     ) -> SweepResult:
+        from gpuops.cli.sweep_show import known_pairs
+
         terms = self._terms
         store = reach(place, terms.join_s)
         settings = SweepSettings(
@@ -343,6 +353,8 @@ class _Session:
             seconds=terms.seconds,
             timeout_s=terms.timeout_s,
             join_s=terms.join_s,
+            tested=known_pairs(self._settings) if len(nodes) > ALL_PAIRS_MAX else frozenset(),
+            nightly=terms.nightly,
         )
         try:
             return coordinate(

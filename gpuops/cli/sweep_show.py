@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import click
 
 from gpuops.burnin.history import POWER, SOURCE, SWEEPS_MAX, PairHistory, history_findings
-from gpuops.burnin.pairs import PairOutcome, PairTest
+from gpuops.burnin.pairs import NodePair, PairOutcome, PairTest
 from gpuops.cli.history import open_history, print_notes
 from gpuops.cli.options import (
     json_option,
@@ -16,11 +16,13 @@ from gpuops.cli.options import (
     store_option,
 )
 from gpuops.cli.sweep_result import print_sweep, stored_body
-from gpuops.errors import UsageError
+from gpuops.config.resolve import Settings
+from gpuops.errors import StoreError, UsageError
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import Finding, Json, envelope
 from gpuops.report.render.layout import date_time
+from gpuops.store.engine import open_store
 from gpuops.store.queries.burnin_queries import (
     PairTestRow,
     SweepRow,
@@ -28,10 +30,12 @@ from gpuops.store.queries.burnin_queries import (
     pair_tests_since,
     sweep_tests,
     sweeps,
+    tested_pairs,
 )
 from gpuops.units import iso_utc
 
-HISTORY_DAYS = 90
+HISTORY_SINCE = "90d"
+_KNOWN_PAIRS_S = 10.0
 
 
 @click.command(epilog="Example: gpuops sweep show last")
@@ -83,8 +87,28 @@ def _pair_tests(rows: Iterable[PairTestRow]) -> Iterator[PairTest]:
         )
 
 
+def known_pairs(settings: Settings) -> frozenset[NodePair]:
+    """Return the pairs that sweeps of the last 90 days tested; reads the store for 10 s at most.
+
+    None, and a line on standard error, if the store cannot be read: what sweeps are for goes on.
+    """
+    since_us, cluster = parse_since(HISTORY_SINCE), settings.cluster
+    try:
+        with (
+            open_store(
+                settings.store_url, mode="read", root=settings.root, deadline_s=_KNOWN_PAIRS_S
+            ) as store,
+            store.begin() as connection,
+        ):
+            return tested_pairs(connection, cluster, since_us, current_uid())
+    except (StoreError, UsageError) as exc:
+        why = f"this sweep does not know which pairs earlier ones tested: {exc}"
+        click.echo(f"gpuops: {printable(why)}", err=True)
+        return frozenset()
+
+
 @click.command(epilog="Example: gpuops sweep history --since 28d")
-@since_option(f"{HISTORY_DAYS}d")
+@since_option(HISTORY_SINCE)
 @store_option
 @json_option
 @click.pass_context
@@ -95,7 +119,7 @@ def history(ctx: click.Context, since_us: int | None, store: str | None, *, as_j
     node before its last `gpuops repair` do not. This warns and drains nothing: the exit code is 0
     whoever is named.
     """
-    since_us = parse_since(f"{HISTORY_DAYS}d") if since_us is None else since_us
+    since_us = parse_since(HISTORY_SINCE) if since_us is None else since_us
     cluster = settings_of(ctx).cluster
     with open_history(ctx, store, None) as opened:
         with opened.begin() as connection:

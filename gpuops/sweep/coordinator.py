@@ -51,7 +51,7 @@ class SweepSettings:
 
     ``size_bytes`` (None: by the nodes' devices), ``seconds`` and ``timeout_s``: see
     `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested. ``floor``:
-    of the bus bandwidth in GB/s.
+    of the bus bandwidth in GB/s. ``nightly``: the first round of confirmation tests all nodes.
     """
 
     sweep: str
@@ -62,6 +62,7 @@ class SweepSettings:
     timeout_s: float = 20.0
     join_s: float = 60.0
     tested: frozenset[NodePair] = frozenset()
+    nightly: bool = False
     floor: CheckLimit | None = None
 
     @property
@@ -119,10 +120,14 @@ def coordinate(
             on_round(coordinator.step, tests)
         limits = speed_limits(tests, floor=settings.floor, domains=domains)
         tests = tuple(with_speed(test, limits, domains) for test in tests)
-        for _ in range(CONFIRMATION_ROUNDS):
-            questions = open_questions(tests, domains)
-            seed = settings.seed + coordinator.step
-            one = confirmation_round(questions, seed=seed, domains=domains)
+        for number in range(CONFIRMATION_ROUNDS):
+            one = confirmation_round(
+                open_questions(tests, domains),
+                seed=settings.seed + coordinator.step,
+                domains=domains,
+                fill=settings.nightly and number == 0,
+                tested=settings.tested,
+            )
             if not one.pairs:
                 break
             again = coordinator.run_round(one, fit)

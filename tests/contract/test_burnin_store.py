@@ -172,6 +172,8 @@ def test_the_last_sweep_of_a_node_is_the_newest_that_tested_it(store):
     second_us = teller.lines[1].event.t_us
     later = look(store, burnin_queries.pair_tests_since, "c1", second_us)
     own = look(store, burnin_queries.pair_tests_since, "c1", 0, 1000)
+    pairs = look(store, burnin_queries.tested_pairs, "c1", second_us, 0)
+    own_pairs = look(store, burnin_queries.tested_pairs, "c1", second_us, 1000)
 
     assert [(row.node_a, row.node_b, row.outcome, row.value) for row in found.tests] == [
         ("n1", "n3", "slow", 200.0),
@@ -182,6 +184,8 @@ def test_the_last_sweep_of_a_node_is_the_newest_that_tested_it(store):
     assert later == everything[1:]
     assert [row.sweep_id for row in own] == [*(row.sweep_id for row in everything), "forged"]
     assert look(store, burnin_queries.last_sweep, "c1", "n9") is None
+    assert pairs == {("n1", "n3"), ("n2", "n4"), ("n1", "n4"), ("n2", "n3")}
+    assert own_pairs == {*pairs, ("n1", "n2")}
 
 
 def test_a_sweep_is_found_by_its_id_and_has_the_tests_of_who_recorded_it(store):

@@ -219,6 +219,16 @@ def pair_tests_since(
         yield PairTestRow(**row)
 
 
+def tested_pairs(
+    connection: Connection, cluster: str, since_us: int, uid: int
+) -> frozenset[tuple[str, str]]:
+    """Return the pairs of nodes that root or *uid* recorded tests of since *since_us*."""
+    table = pair_tests.c
+    query = _tests_by(cluster, {0, uid}).where(table.t_us >= since_us)
+    found = connection.execute(query.with_only_columns(table.node_a, table.node_b).distinct())
+    return frozenset((first, second) for first, second in found)
+
+
 def last_repairs(connection: Connection, cluster: str) -> dict[str, int]:
     """Return when each node of *cluster*, or a part of it, was last repaired."""
     node, repair = schema.nodes.c, schema.repairs.c

@@ -11,8 +11,10 @@ from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
 from gpuops.burnin.pairs import node_pair
 from gpuops.cli.main import run_command
 from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
+from gpuops.cli.sweep_show import known_pairs
+from gpuops.config.resolve import environ, resolve
 from gpuops.errors import GpuopsError
-from gpuops.host.clock import FakeClock
+from gpuops.host.clock import FakeClock, SystemClock
 from gpuops.model import Entity, EntityKind, Finding, Status
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
@@ -218,6 +220,29 @@ def test_old_sweeps_and_those_of_others_do_not_count(call, put):
     assert "0 sweeps since 2025-01-01" in of_others
     assert old.startswith("0 sweeps since 20")
     assert "no node or pair fails" in old
+
+
+@pytest.fixture
+def known():
+    """Return a function that asks for the pairs that earlier sweeps tested, as a sweep does."""
+    return lambda: known_pairs(resolve({}, environ(), is_root=False))
+
+
+def test_a_sweep_knows_the_pairs_of_earlier_ones(call, put, known, capsys):
+    now_us = SystemClock().now_us()
+    old = events_of_sweep("old", now_us - 100 * 86_400 * 10**6)
+    put([*old, *events_of_sweep("new", now_us)[:3]])
+
+    assert known() == {("n0", "n1"), ("n0", "n2")}
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_store_no_pair_is_known_and_that_is_said(call, known, capsys):
+    assert known() == frozenset()
+
+    assert "this sweep does not know which pairs earlier ones tested: cannot open" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_node_has_its_last_sweep_and_what_it_said(call, put):

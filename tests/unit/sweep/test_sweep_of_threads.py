@@ -71,13 +71,22 @@ class Fleet:
         with contextlib.suppress(LeftError):
             self.findings[node] = participate(self.store.new_handle(), me, self.tester, pause)
 
-    def sweep(self, join_s: float = 30.0) -> SweepResult:
+    def sweep(
+        self,
+        join_s: float = 30.0,
+        expected: tuple[str, ...] = NODES,
+        tested: frozenset[tuple[str, str]] = frozenset(),
+        *,
+        nightly: bool = False,
+    ) -> SweepResult:
         settings = SweepSettings(
             sweep="s1",
-            expected=NODES,
+            expected=expected,
             seed=1,
             seconds=1.0,
             join_s=join_s,
+            tested=tested,
+            nightly=nightly,
         )
         result = coordinate(
             self.store.new_handle(),
@@ -108,6 +117,22 @@ def test_four_healthy_nodes_test_all_pairs_and_name_nobody(fleet: Callable[..., 
     assert result.verdicts == ()
     assert result.share_tested == 1
     assert four.findings == dict.fromkeys(NODES, ())
+
+
+def test_successive_sweeps_draw_untested_pairs_and_a_nightly_one_uses_idle_nodes(
+    fleet: Callable[..., Fleet],
+) -> None:
+    nodes = tuple(f"n{number:02}" for number in range(18))
+    tested: frozenset[tuple[str, str]] = frozenset()
+    for nightly, n_rounds in ((False, 2), (True, 3)):
+        many = fleet()
+        many.join(*nodes)
+        result = many.sweep(expected=nodes, tested=tested, nightly=nightly)
+        drawn = {test.nodes for test in result.tests}
+        assert len(result.tests) == len(drawn) == 9 * n_rounds
+        assert tested.isdisjoint(drawn)
+        tested |= drawn
+        assert result.share_tested == len(tested) / (18 * 17 / 2)
 
 
 def test_a_bad_node_is_named_and_learns_it_itself(fleet: Callable[..., Fleet]) -> None:

@@ -54,7 +54,7 @@ _COUNTING_SUITE = "full"
 @json_option
 @click.option("--jsonl", "as_jsonl", is_flag=True, help="Print one JSON object a line.")
 @click.option("--resume", is_flag=True, help="Go on with the burn-in that was interrupted.")
-@click.option("--no-record", is_flag=True, help="Do not record the result.")
+@click.option("--no-record", is_flag=True, help="Do not record the result; no --resume later.")
 @click.pass_context
 def burnin(
     ctx: click.Context,
@@ -92,6 +92,7 @@ def burnin(
         baselines=load_baselines(check_folders(settings.site_dir, uid=current_uid()).baselines),
         limits=_peer_limits(settings),
         resume=resume,
+        keeps_progress=not no_record,
     )
     clock, output = SystemClock(), _Output(as_json=as_json, as_jsonl=as_jsonl)
     run = Burnin(request, clock, output.watcher())

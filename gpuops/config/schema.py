@@ -167,6 +167,13 @@ def parse_on_exhausted(text: str) -> str:
     return text
 
 
+def parse_preflight(text: str) -> str:
+    """Return ``off`` or ``quick``."""
+    if text not in ("off", "quick"):
+        raise ValueError("expected off or quick")
+    return text
+
+
 def parse_hang_timeout(text: str) -> float | None:
     """Return after how many seconds without a step a run hangs; None: learned; 0: never."""
     if text == "auto":
@@ -364,6 +371,9 @@ RUN_SETTINGS = (
     ),
     _run_setting(
         "health_gate", parse_switch, "on", "check a node before it joins and after each failure"
+    ),
+    _run_setting(
+        "preflight", parse_preflight, "off", "test a node under load before the first start: quick"
     ),
     _run_setting(
         "grow_after",

@@ -60,7 +60,8 @@ class BurninRequest:
     """What to run. ``plan``: the checks that count errors; ``asked``: the options, as one text.
 
     ``baselines``, ``limits``: what results are held against. ``start_s``: how long a program may
-    take besides its measuring.
+    take besides its measuring. Without ``keeps_progress`` nothing can be resumed, and what an
+    earlier burn-in left for that stays.
     """
 
     plan: CheckPlan
@@ -72,6 +73,7 @@ class BurninRequest:
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
     limits: PeerLimits = field(default_factory=PeerLimits)
     resume: bool = False
+    keeps_progress: bool = True
     start_s: float = START_S
     command: Command = program_command
 
@@ -135,7 +137,8 @@ class Burnin:
         for test in request.tests:
             if test.name not in done:
                 reading = self._run_test(test, self._parts, reading)
-        forget_progress(state_dir)
+        if request.keeps_progress:
+            forget_progress(state_dir)
 
     def _run_test(
         self, test: BurninTest, parts: PartsUnderTest, before: CounterReading
@@ -155,7 +158,9 @@ class Burnin:
             measurements=tuple(item for out in outputs for item in out.of(Measurement)),
         )
         self._progress = replace(self._progress, done=(*self._progress.done, tested))
-        problem = save_progress(self.request.plan.request.state_dir, self._progress)
+        state_dir = self.request.plan.request.state_dir
+        keeps = self.request.keeps_progress
+        problem = save_progress(state_dir, self._progress) if keeps else None
         if problem is not None:
             self.watcher.on_problem(problem)
         self.watcher.on_done(tested)

@@ -9,6 +9,7 @@ import sys
 import pytest
 from support.command import gpuops
 from support.fake_root import FakeRoot
+from support.planted_burnin import plant
 from support.small_disk import small_disk
 
 from gpuops.burnin.baseline import Floor
@@ -452,6 +453,16 @@ def test_one_element_that_one_part_flips_fails_the_burn_in_and_names_the_part(bu
     assert "row 7, column 9" in found.message
     failed = {item["part"]["id"] for item in made.measured() if item["status"] == "fail"}
     assert failed == {str(cpus[0])}
+
+
+def test_a_burn_in_that_is_not_recorded_leaves_the_interrupted_one(tmp_path):
+    path = progress_path(tmp_path / "state")
+    path.parent.mkdir()
+    path.write_text("the interrupted one")
+    env = {**plant(tmp_path / "site", "right"), "GPUOPS_STATE": str(tmp_path / "state")}
+
+    assert gpuops("burnin", "--no-record", env=env).returncode == 0
+    assert path.read_text() == "the interrupted one"
 
 
 @pytest.mark.torch

@@ -44,6 +44,8 @@ from gpuops.agent.monitors.gpu import GpuMonitor
 from gpuops.agent.monitors.gpu_memory import open_memory
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import (
+    BurninPlan,
+    BurninPreflight,
     HealthPreflight,
     NoPreflight,
     PreflightCheck,
@@ -145,7 +147,7 @@ def assemble(
         logs=logs,
         cancellation=launch.cancellation,
         current=CurrentAttempt(clock.mono_ns()),
-        preflight=_preflight_gate(launch, gpus, settings.root),
+        preflight=_preflight_gate(launch, gpus, settings.root, view.record.generation),
         say=log.warning,
         agent_pid=os.getpid(),
         slurm_job_id=job,
@@ -411,7 +413,21 @@ def _leader_timeouts(launch: LaunchContext, gathered_s: float) -> LeaderTimeouts
     )
 
 
-def _preflight_gate(launch: LaunchContext, gpus: GpuMonitor, root: Path) -> PreflightGate:
+def _preflight_gate(
+    launch: LaunchContext, gpus: GpuMonitor, root: Path, generation: int
+) -> PreflightGate:
+    gate, plan = _health_gate(launch, gpus, root), launch.request.plan
+    if generation > 0 or plan.preflight == "off":
+        return gate
+    burnin_plan = BurninPlan(env=launch.env, deadline_s=plan.preflight_deadline_s)
+
+    def burnin() -> PreflightCheck:
+        return PreflightCheck(replace(burnin_plan, gpus=gpus.listed_uuids))
+
+    return BurninPreflight(gate, burnin, log_notice)
+
+
+def _health_gate(launch: LaunchContext, gpus: GpuMonitor, root: Path) -> PreflightGate:
     if not launch.request.plan.gate:
         return NoPreflight()
     deadline_s = launch.request.plan.gate_deadline_s

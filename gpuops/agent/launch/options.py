@@ -93,6 +93,7 @@ OUR_OPTIONS = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
     *("token_file", "insecure", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
+    "preflight",
 )
 
 
@@ -295,6 +296,13 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
         "--health-gate",
         metavar="on|off",
         help="Check a node before it joins and after each failure; default: on.",
+    )
+    _both(
+        group,
+        "--preflight",
+        metavar="off|quick",
+        help="Before the first start test each node under load, too: its GPUs, or its processors "
+        "(quick: 20 s); default: off.",
     )
     _both(
         group,

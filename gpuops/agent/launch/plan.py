@@ -82,6 +82,8 @@ class LaunchPlan:
     store_lost_s: float = 60.0  # without the control store for this long: exit 85
     gate: bool = True
     gate_deadline_s: float = 20.0
+    preflight: str = "off"  # or quick: a test under load before the first generation
+    preflight_deadline_s: float = 30.0
     grow_after_s: float | None = 300.0  # None: never
     drain_grace_s: float | None = None  # None: from Slurm's deadline, else 25 s
     http_address: str = "127.0.0.1"

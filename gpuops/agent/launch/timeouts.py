@@ -142,6 +142,7 @@ def _order(plan: LaunchPlan) -> list[tuple[str, str, str, str]]:
         ("dead", "join", "a joining agent would give up before dead agents are detected", "error"),
         ("last call", "join", "the last call is a part of the join timeout", "error"),
         ("health gate", "join", "the check comes before joining", "error"),
+        ("preflight", "join", "the test comes before joining", "error"),
     ]
     alone = [
         ("monitor", "hang", "a hang cannot be detected faster than workers are polled", "error"),
@@ -252,8 +253,15 @@ def _joining(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
         what="a node is checked before it joins",
         shown="off",
     )
+    gates = [gate]
+    if plan.preflight != "off":
+        what = "a node is tested under load before the first start"
+        source = given.get("preflight", _DEFAULTS)
+        gates.append(
+            Timeout(name="preflight", limit_s=plan.preflight_deadline_s, source=source, what=what)
+        )
     if plan.endpoint.kind is EndpointKind.PRIVATE:
-        return [gate]
+        return gates
     default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     parts = (
         ("last call", plan.last_call_s, default.last_call_s, "enough nodes wait for the others"),
@@ -262,7 +270,7 @@ def _joining(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
         ("join", plan.join_timeout_s, default.join_timeout_s, "with too few nodes: wait for more"),
     )
     return [
-        gate,
+        *gates,
         *(
             Timeout(
                 name=name,

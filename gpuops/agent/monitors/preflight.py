@@ -7,6 +7,9 @@ The health check is `gpuops check --suite preflight` in a separate process, beca
 threads and a driver can hang. It is not recorded as a check of the node: its findings go into the
 run's journal, and a failure of the job must not count against the node twice.
 
+``--preflight=quick`` also tests the node under load before the first generation, by a short
+`gpuops burnin`, once the health check has passed.
+
 A failed check excludes the node. A failure of gpuops itself, or a lack of permissions, never does:
 it would stop a training that torchrun would have started.
 """
@@ -49,6 +52,7 @@ _GPU = re.compile(r"\d{1,4}|GPU-[0-9a-fA-F-]{4,64}")
 POLL_S = 0.02
 # A spare that has waited for longer since its check is checked again before it joins.
 STALE_S = 60.0
+BURNIN_S = 20.0
 BASELINE_S = 3.0
 CANCEL_S = 1.0  # for `run_bounded` to end the check and all its children
 
@@ -131,12 +135,27 @@ def _failed(failed: Sequence[Mapping[str, Any]], bad: tuple[str, ...]) -> Prefli
     )
 
 
-def _no_result(end: CommandEnd) -> str:
+def judge_burnin(end: CommandEnd) -> PreflightResult:
+    """Return the result of a burn-in that ended as *end*: only a failed test excludes the node."""
+    if end.exit_code is None:
+        reason = f"the burn-in gave no answer in {end.seconds:.0f} s: the node joins"
+        return PreflightResult(passed=True, reason=reason)
+    findings = _findings(end.output)
+    if findings is None:
+        return PreflightResult(passed=True, reason=_no_result(end, "the burn-in"))
+    bad = tuple(_short(item) for item in findings if _weight(item) > Status.SKIP)[:SHOWN_MAX]
+    failed = [item for item in findings if _fails(item)]
+    if failed:
+        return _failed(failed, bad)
+    return PreflightResult(passed=True, reason="; ".join(bad), findings=bad)
+
+
+def _no_result(end: CommandEnd, what: str = "the health check") -> str:
     code = end.exit_code or 0
     how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
     lines = end.errors.decode("utf-8", errors="replace").strip().splitlines()
     last = f": {lines[-1][:TEXT_CHARS_MAX]}" if lines else ""
-    return f"the health check gave no result ({how}{last})"
+    return f"{what} gave no result ({how}{last})"
 
 
 def _findings(output: bytes) -> list[Mapping[str, Any]] | None:
@@ -208,24 +227,50 @@ class PreflightPlan:
     gpus: Collection[str] = ()
     suite: str = "preflight"
     root: Path = Path("/")
-
+    what: str = "the health check"
     command: Sequence[str] = module_command("gpuops")
 
     def argv(self) -> list[str]:
         """Return the command line; the check gives up before its own deadline."""
         probes_s = self.deadline_s - min(_OVERHEAD_S, _OVERHEAD_SHARE * self.deadline_s)
-        names = sorted(self.gpus) or _visible(self.env)
-        gpus = ["--gpus", ",".join(names)] if names else []
         return [
             *self.command,
             "check",
             *("--suite", self.suite),
             *("--trigger", "preflight"),
             *("--deadline", f"{probes_s:g}"),
-            *gpus,
+            *self._gpu_words(),
             "--json",
             "--no-record",
         ]
+
+    def _gpu_words(self) -> list[str]:
+        names = sorted(self.gpus) or _visible(self.env)
+        return ["--gpus", ",".join(names)] if names else []
+
+    def judge(self, end: CommandEnd) -> PreflightResult:
+        """Return what the *end* of the command means."""
+        has_device = bool(read_pci_gpus(self.root))
+        return judge_check(end, listed=bool(self.gpus), has_device=has_device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurninPlan(PreflightPlan):
+    """How the node is tested under load: its GPUs that are free, or its processors.
+
+    The products of a GPU find most in a short time; the deadline leaves 10 s to start and to end.
+    """
+
+    what: str = "the burn-in"
+
+    def argv(self) -> list[str]:
+        """Return the command line."""
+        words = ("burnin", "--only", "gemm", "--duration", f"{BURNIN_S:g}")
+        return [*self.command, *words, *self._gpu_words(), "--json", "--no-record"]
+
+    def judge(self, end: CommandEnd) -> PreflightResult:
+        """Return what the *end* of the command means."""
+        return judge_burnin(end)
 
 
 def _visible(env: Mapping[str, str]) -> list[str]:
@@ -241,7 +286,7 @@ class PreflightCheck:
         self._plan = plan
         self._cancelled = threading.Event()
         self._done = threading.Event()
-        self._result = PreflightResult(passed=True, reason="the health check was not run")
+        self._result = PreflightResult(passed=True, reason=f"{plan.what} was not run")
         self._thread = threading.Thread(target=self._run, name="gpuops-gate", daemon=True)
 
     def start(self) -> None:
@@ -260,10 +305,9 @@ class PreflightCheck:
         try:
             result = self._attempt()
         except Exception as exc:  # boundary: our failure is no failure of the node
-            log.debug("the health check", exc_info=True)
-            result = PreflightResult(
-                passed=True, reason=f"the health check failed: {scrub(str(exc))}"
-            )
+            log.debug("%s", self._plan.what, exc_info=True)
+            reason = f"{self._plan.what} failed: {scrub(str(exc))}"
+            result = PreflightResult(passed=True, reason=reason)
         findings = tuple(map(scrub, result.findings))
         self._result = replace(result, reason=scrub(result.reason), findings=findings)
         self._done.set()
@@ -274,11 +318,8 @@ class PreflightCheck:
             plan = self._plan
             end = run_bounded(plan.argv(), plan.env, plan.deadline_s, self._cancelled.is_set)
             if end is None:
-                return PreflightResult(passed=True, reason="the health check was cancelled")
-            judged = judge_check(
-                end, listed=bool(plan.gpus), has_device=bool(read_pci_gpus(plan.root))
-            )
-            result = replace(judged, tries=number)
+                return PreflightResult(passed=True, reason=f"{plan.what} was cancelled")
+            result = replace(plan.judge(end), tries=number)
             if not result.hung:
                 return result
         return replace(result, reason=f"{result.reason}, twice")
@@ -373,3 +414,44 @@ class HealthPreflight(PreflightGate):
 
     def _is_stale(self) -> bool:
         return self._clock.mono_ns() - self._begun_ns > STALE_S * NS_PER_S
+
+
+class BurninPreflight(PreflightGate):
+    """Tests a node that passes *gate* under load, too, but only once: its first workers wait."""
+
+    def __init__(
+        self, gate: PreflightGate, make: Callable[[], PreflightCheck], info: Callable[[str], None]
+    ) -> None:
+        self._gate = gate
+        self._make = make
+        self._info = info
+        self._check: PreflightCheck | None = None
+        self._passed = False
+
+    def begin(self) -> None:
+        self._gate.begin()
+
+    def started(self) -> None:
+        self._gate.started()
+
+    def result(self, wait: Callable[[float], object]) -> Preflight:
+        preflight = self._gate.result(wait)
+        if self._passed or not preflight.passed:
+            return preflight
+        if self._check is None:
+            self._info(f"testing this node for {BURNIN_S:g} s before the first start")
+            self._check = self._make()
+            self._check.start()
+        while (found := self._check.result()) is None:
+            wait(POLL_S)
+        self._check, self._passed = None, found.passed
+        if not found.passed:
+            return Preflight(passed=False, reason=found.reason, to_report=found.to_report)
+        self._info(found.reason or "this node passed its burn-in")
+        return preflight
+
+    def close(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._check.result(CANCEL_S)
+        self._gate.close()

@@ -5,8 +5,17 @@ import threading
 
 import pytest
 
+from gpuops.agent.elastic.rendezvous import Preflight
 from gpuops.agent.monitors.gpu_memory import WAIT_MAX_S, GpuMemoryGate
-from gpuops.agent.monitors.preflight import BASELINE_S, STALE_S, HealthPreflight, PreflightResult
+from gpuops.agent.monitors.preflight import (
+    BASELINE_S,
+    STALE_S,
+    BurninPreflight,
+    HealthPreflight,
+    NoPreflight,
+    PreflightGate,
+    PreflightResult,
+)
 from gpuops.host.clock import FakeClock
 
 GIB = 2**30
@@ -190,3 +199,57 @@ def test_a_second_beginning_begins_nothing_unless_the_first_is_old():
     stand.clock.advance(STALE_S + 1)
     stand.keeper.begin()
     assert len(stand.checks) == 2
+
+
+class NodeUnderLoad:
+    """A burn-in behind another gate; each wait gives it the next of *results*."""
+
+    def __init__(self, *results, gate=None):
+        self.left, self.checks, self.said = list(results), [], []
+        self.gate = BurninPreflight(gate or NoPreflight(), self.open_check, self.said.append)
+
+    def open_check(self):
+        self.checks.append(Check())
+        return self.checks[-1]
+
+    def result(self):
+        return self.gate.result(lambda _: setattr(self.checks[-1], "given", self.left.pop(0)))
+
+
+def test_a_node_is_tested_under_load_once():
+    tested = NodeUnderLoad(WELL)
+
+    assert [tested.result().passed, tested.result().passed] == [True, True]
+    assert [check.calls for check in tested.checks] == [["start"]]
+    assert tested.said[1:] == ["this node passed its burn-in"]
+
+
+def test_a_node_that_failed_under_load_is_tested_again_before_it_joins_after_all():
+    tested = NodeUnderLoad(SICK, PreflightResult(passed=True, reason="warn burnin/gemm: slow"))
+
+    first = tested.result()
+    assert (first.passed, first.reason) == (False, "sick")
+    assert first.to_report("n1", 0).how == "sick"
+    assert tested.result().passed
+    assert tested.said[-1] == "warn burnin/gemm: slow"
+
+
+def test_a_node_that_fails_its_health_check_is_not_tested_under_load():
+    class Closed(PreflightGate):
+        def result(self, _wait):
+            return Preflight(passed=False, reason="sick")
+
+    tested = NodeUnderLoad(gate=Closed())
+
+    assert tested.result().reason == "sick"
+    assert tested.checks == []
+
+
+def test_a_burn_in_ends_with_the_agent():
+    tested = NodeUnderLoad()
+
+    with pytest.raises(IndexError):  # the wait ends as that of a run which is over
+        tested.result()
+    tested.gate.close()
+
+    assert tested.checks[0].calls == ["start", "cancel", "wait"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpuops.agent.monitors.preflight import judge_check
+from gpuops.agent.monitors.preflight import judge_burnin, judge_check
 from gpuops.host.process.command import CommandEnd
 from gpuops.incident.decision import NodeReport, ReportKind
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
@@ -140,3 +140,65 @@ def test_a_finding_of_a_newer_form_is_survived(key):
     result = judge_check(CommandEnd(exit_code=1, output=output))
 
     assert result.passed == (key == "status")
+
+
+WRONG = Finding(
+    check="burnin/gemm",
+    entity=GPU,
+    status=Status.FAIL,
+    message="dtype=bf16: its result differs",
+    failure_class=FailureClass.GPU_WRONG_RESULT,
+)
+IN_USE = Finding(
+    check="burnin/parts",
+    entity=NODE,
+    status=Status.UNKNOWN,
+    message="no GPU was tested: none is free",
+    unknown_reason=UnknownReason.NOT_SUPPORTED,
+)
+NO_BASELINE = Finding(check="burnin/baseline", entity=NODE, status=Status.SKIP, message="none")
+SLOW = Finding(
+    check="burnin/gemm", entity=GPU, status=Status.WARN, message="13 % worse than the others"
+)
+
+
+def burnin_end(exit_code, *findings, **end):
+    output = json.dumps({"findings": [item.to_json() for item in findings]}).encode()
+    return judge_burnin(CommandEnd(exit_code=exit_code, output=output, seconds=30.0, **end))
+
+
+def test_a_wrong_result_under_load_keeps_the_node_out_with_its_class():
+    result = burnin_end(1, SLOW, WRONG)
+
+    assert result.reason == "the check burnin/gemm failed: dtype=bf16: its result differs"
+    report = result.to_report("n1", 0)
+    assert (report.kind, report.failure_class) == (
+        ReportKind.GATE_FAILED,
+        FailureClass.GPU_WRONG_RESULT,
+    )
+    assert report.culprits == (GPU, NODE)
+
+
+def test_what_only_warns_under_load_or_is_not_tested_is_said_and_the_node_joins():
+    result = burnin_end(3, NO_BASELINE, SLOW, IN_USE)
+
+    assert result.passed
+    assert result.reason == (
+        "warn burnin/gemm: 13 % worse than the others; "
+        "unknown burnin/parts: no GPU was tested: none is free"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ({"exit_code": None, "seconds": 30.0}, "gave no answer in 30 s: the node joins"),
+        ({"exit_code": 75, "errors": b"burnin (pid 7) holds it"}, "(exit code 75: burnin (pid 7)"),
+        ({"exit_code": -9}, "gave no result (ended by signal 9)"),
+    ],
+)
+def test_a_burn_in_that_cannot_be_judged_keeps_nobody_out(end, reason):
+    result = judge_burnin(CommandEnd(**end))
+
+    assert result.passed
+    assert reason in result.reason

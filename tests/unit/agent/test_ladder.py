@@ -38,6 +38,12 @@ def test_from_the_shortest_to_the_longest():
     assert found["first call"] == 30.0
 
 
+def test_a_test_under_load_must_end_before_its_node_gives_up_joining():
+    assert limits(ladder("--preflight=quick", *SEVERAL))["preflight"] == 30.0
+    flags = ("--preflight=quick", "--rdzv-conf=join_timeout=29", *SEVERAL)
+    assert any("preflight" in problem.text for problem in ladder(*flags).problems)
+
+
 def test_one_node_has_no_peers_to_wait_for():
     assert "dead" not in limits(ladder("-m", "train"))
     assert ladder("--hang-timeout=10", "-m", "train").problems == ()

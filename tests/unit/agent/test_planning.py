@@ -64,6 +64,7 @@ def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on
         (["--nnodes=4", "--on-exhausted=shrink", *C10D], "--on-exhausted=shrink: .* --min-nodes"),
         (["--hang-timeout=soon"], "--hang-timeout=soon: "),
         (["--health-gate=maybe"], "--health-gate=maybe: expected on or off"),
+        (["--preflight=on"], "--preflight=on: expected off or quick"),
         (["--http=host:80"], "--http=host:80: "),
         (["--restart-exit-codes=0"], "--restart-exit-codes=0: "),
         (["--decide=policy"], "--decide=policy: "),
@@ -127,11 +128,18 @@ def test_a_refusal_names_the_file_that_it_is_about(script, tmp_path):
 
 
 def test_flags_of_the_agent_reach_the_plan(script):
-    flags = ["--hang-timeout=90", "--health-gate=off", "--grow-after=never", "--drain-grace=2m"]
+    flags = [
+        "--hang-timeout=90",
+        "--health-gate=off",
+        "--preflight=quick",
+        "--grow-after=never",
+        "--drain-grace=2m",
+    ]
     flags += ["--http=0.0.0.0:9100", "--restart-exit-codes=16,17", "--decide=site.policy:decide"]
     plan = requested(*flags, script).plan
 
     assert (plan.hang_timeout_s, plan.gate, plan.grow_after_s) == (90.0, False, None)
+    assert plan.preflight == "quick"
     assert (plan.drain_grace_s, plan.http_address, plan.http_port) == (120.0, "0.0.0.0", 9100)
     assert plan.restart_policy.benign_exit_codes == {16, 17}
     assert plan.decide == "site.policy:decide"
@@ -141,6 +149,7 @@ def test_without_flags_the_plan_has_its_defaults(script):
     plan = requested(script).plan
 
     assert (plan.hang_timeout_s, plan.gate, plan.grow_after_s) == (None, True, 300.0)
+    assert plan.preflight == "off"
     assert (plan.drain_grace_s, plan.http_address, plan.http_port) == (None, "127.0.0.1", 0)
     assert (plan.decide, plan.parks, plan.order) == (None, False, None)
 

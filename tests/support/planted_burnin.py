@@ -1,0 +1,31 @@
+"""Programs of a burn-in that print planted results at once, in the real commands' processes."""
+
+SITE = """
+import os, sys
+words = sys.orig_argv
+program = next((word for word in words if word.startswith("gpuops.worker.burnin.")), None)
+if program is not None:
+    from gpuops.burnin.results import Measurement, ProgramEnd, WrongResult, to_line
+    from gpuops.model import Entity, EntityKind
+    test = words[words.index("--mode") + 1] if "--mode" in words else program.rpartition(".")[2]
+    kind, _, name = words[words.index("--part") + 1].partition(":")
+    about = {"test": test, "part": Entity(EntityKind(kind), name)}
+    records = [
+        Measurement(**about, parameters={"of": "a plant"}, values=(9.0,), unit="GFLOP/s"),
+        ProgramEnd(test=test),
+    ]
+    if os.environ["PLANTED"] == "wrong":
+        records.insert(0, WrongResult(**about, parameters="fp32", message="3 elements differ"))
+    print("".join(to_line(record) + "\\n" for record in records), flush=True)
+    os._exit(0)
+if "run" in words:  # whether the burn-in ends in time is no matter of these tests
+    from gpuops.agent.launch.plan import LaunchPlan
+    LaunchPlan.__init__.__kwdefaults__["preflight_deadline_s"] = 90.0
+"""
+
+
+def plant(folder, planted):
+    """Return the environment in which burn-ins give *planted* results: ``right`` or ``wrong``."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SITE)
+    return {"PYTHONPATH": str(folder), "PLANTED": planted}

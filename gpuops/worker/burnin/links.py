@@ -75,28 +75,45 @@ def measure_links(
     pairs = list(itertools.permutations(gpus, 2))
     works = sum(2 * len(places) for _device, places in devices) + len(gpus) + len(pairs)
     share_s = seconds / works
+    # Kept to the end: what torch page-locked on one node it would hand out again on another.
+    buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     for device, places in devices:
         for numa, cpus in places.items():
             if cpus:
                 os.sched_setaffinity(0, cpus)
-            _measure_host(device, numa, share_s, emit)
+            if tuple(cpus) not in buffers:
+                buffers[tuple(cpus)] = _host_buffers(device)
+            _measure_host(device, numa, buffers[tuple(cpus)], share_s, emit)
         if device.is_gpu:
             _measure_launch(device, share_s, emit)
     for source, target in pairs:
         _measure_peer(source, target, share_s, emit)
 
 
-def _measure_host(device: DeviceUnderTest, numa: str, seconds: float, emit: Emit) -> None:
-    """Measure copies of page-locked memory, to the device and back, and compare what comes back."""
+def _host_buffers(device: DeviceUnderTest) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is sent and what comes back, page-locked for a GPU, from this NUMA node."""
     size = _GPU_BYTES if device.is_gpu else min(_CPU_BYTES, free_bytes(device) // 4)
+    sent = _pattern(size)
+    sent = sent.pin_memory() if device.is_gpu else sent
+    return sent, torch.zeros_like(sent, pin_memory=device.is_gpu)
+
+
+def _measure_host(
+    device: DeviceUnderTest,
+    numa: str,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    seconds: float,
+    emit: Emit,
+) -> None:
+    """Measure copies to the device and back, and compare what comes back."""
     kinds = ("h2d", "d2h") if device.is_gpu else ("write", "read")
-    host = _pattern(size, device.is_gpu)
-    back = torch.zeros_like(host, pin_memory=device.is_gpu)
-    there = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+    host, back = buffers
+    back.zero_()
+    there = torch.zeros_like(host, device=device.torch_device, pin_memory=False)
     report = Reporter(TEST, device.part, emit)
     for kind, target, source in ((kinds[0], there, host), (kinds[1], back, there)):
         values = _copies(device, target, source, seconds)
-        parameters = {"kind": kind, "numa": numa, "size": size_text(size)}
+        parameters = {"kind": kind, "numa": numa, "size": size_text(len(host))}
         report.measured(parameters, values, "GB/s")
     _compare(report, {"kind": kinds[1], "numa": numa}, back, host)
 
@@ -104,12 +121,15 @@ def _measure_host(device: DeviceUnderTest, numa: str, seconds: float, emit: Emit
 def _measure_peer(
     source: DeviceUnderTest, target: DeviceUnderTest, seconds: float, emit: Emit
 ) -> None:
-    size = _GPU_BYTES
-    pattern = _pattern(size, is_pinned=False)
-    there = torch.zeros(size, dtype=torch.uint8, device=target.torch_device)
+    pattern = _pattern(_GPU_BYTES)
+    there = torch.zeros_like(pattern, device=target.torch_device)
     values = _copies(source, there, pattern.to(source.torch_device), seconds)
     direct = torch.cuda.can_device_access_peer(source.torch_device, target.torch_device)
-    parameters = {"kind": "p2p", "path": "direct" if direct else "host", "size": size_text(size)}
+    parameters = {
+        "kind": "p2p",
+        "path": "direct" if direct else "host",
+        "size": size_text(_GPU_BYTES),
+    }
     part = Entity(EntityKind.LINK, f"{source.part.id} {target.part.id}")
     report = Reporter(TEST, part, emit)
     report.measured(parameters, values, "GB/s")
@@ -123,9 +143,8 @@ def _measure_launch(device: DeviceUnderTest, seconds: float, emit: Emit) -> None
     report.measured({"kind": "launch"}, values, "us", higher_is_better=False)
 
 
-def _pattern(size: int, is_pinned: bool) -> torch.Tensor:
-    pattern = (torch.arange(251, dtype=torch.uint8).repeat(-(-size // 251)))[:size]
-    return pattern.pin_memory() if is_pinned else pattern
+def _pattern(size: int) -> torch.Tensor:
+    return torch.arange(251, dtype=torch.uint8).repeat(-(-size // 251))[:size]
 
 
 def _copies(

@@ -10,7 +10,7 @@ from gpuops.checks.gpu.gpu_throttle import REASON_TEXTS, REASONS
 from gpuops.host.nvml.calls import clocks, identity, power, temperatures
 from gpuops.host.nvml.facts import NvmlGpu
 from gpuops.host.nvml.session import snapshot_here
-from gpuops.worker.burnin.gemm import Product, RepeatedProduct, multiply, size_of
+from gpuops.worker.burnin.gemm import Product, RepeatedProduct, formats_of, multiply, size_of
 from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter
 
 TEST = "soak"
@@ -34,7 +34,7 @@ def measure_soak(
     Of a GPU *read_gpu* is asked each second. Its clocks are compared with those of its peers like
     any other result; why they are reduced is a note.
     """
-    report, name = Reporter(TEST, device.part, emit), "bf16" if device.is_gpu else "fp32"
+    report, name = Reporter(TEST, device.part, emit), formats_of(device)[0]
     repeated = RepeatedProduct(device, name, size_of(device, name), report, product)
     with _sampled(read_gpu) as samples:
         values = repeated.measure(seconds)

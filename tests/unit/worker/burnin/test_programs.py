@@ -16,6 +16,7 @@ from gpuops.burnin.results import (
 from gpuops.checks.gpu.gpu_throttle import REASONS
 from gpuops.host.nvml.facts import Clocks, NvmlGpu, Power, Temperatures
 from gpuops.model import Entity, EntityKind
+from gpuops.worker.burnin import links
 from gpuops.worker.burnin.gemm import digest_of, fixed_matrix, measure_gemm, multiply
 from gpuops.worker.burnin.host import measure_disk, measure_processors
 from gpuops.worker.burnin.links import NumaNodes, measure_links
@@ -288,3 +289,29 @@ def test_copies_of_the_host_are_measured_from_near_and_far(records):
     ]
     assert all(item.is_measured for item in of(records, Measurement))
     assert of(records, WrongResult) == []
+
+
+class _Loses(torch.Tensor):
+    """Memory in which byte 1000 of what is copied into it loses a bit, as over a bad link."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if getattr(func, "__name__", "") == "copy_":
+            args[0].as_subclass(torch.Tensor)[1000] ^= 4
+        return result
+
+
+def test_a_byte_that_changes_on_the_way_is_a_wrong_result(records, monkeypatch):
+    buffers = links._host_buffers
+
+    def losing(device):
+        sent, back = buffers(device)
+        return sent, back.as_subclass(_Loses)
+
+    monkeypatch.setattr(links, "_host_buffers", losing)
+    measure_links([(CPU, {"near": CPU.cpus})], SECONDS, records.append)
+
+    (wrong,) = of(records, WrongResult)
+    assert (wrong.part, wrong.parameters) == (PART, "kind=read numa=near")
+    assert wrong.message.endswith("1 of 67108864 bytes changed on the way, the first is 1000")

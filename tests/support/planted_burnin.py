@@ -3,11 +3,10 @@
 SITE = """
 import os, sys
 words = sys.orig_argv
-program = next((word for word in words if word.startswith("gpuops.worker.burnin.")), None)
-if program is not None:
+if "gpuops.worker.burnin" in words:
     from gpuops.burnin.results import Measurement, ProgramEnd, WrongResult, to_line
     from gpuops.model import Entity, EntityKind
-    test = words[words.index("--mode") + 1] if "--mode" in words else program.rpartition(".")[2]
+    test = words[words.index("gpuops.worker.burnin") + 1]
     kind, _, name = words[words.index("--part") + 1].partition(":")
     about = {"test": test, "part": Entity(EntityKind(kind), name)}
     records = [

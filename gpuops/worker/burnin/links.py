@@ -75,6 +75,7 @@ def measure_links(
     pairs = list(itertools.permutations(gpus, 2))
     works = sum(2 * len(places) for _device, places in devices) + len(gpus) + len(pairs)
     share_s = seconds / works
+    torch.set_num_threads(1)  # only this thread is bound to a NUMA node, and touches its memory
     # Kept to the end: what torch page-locked on one node it would hand out again on another.
     buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     for device, places in devices:

@@ -220,27 +220,30 @@ def _against_floor(test: BurninTest, item: Measurement, floor: Floor | None) -> 
         text += f" and far from the median of healthy parts, {_rounded(floor.median):g}"
         if not floor.may_fail:
             text += f"; learned from {floor.parts} parts it only warns ({WILKS_RESULTS} may fail)"
+    return _slow(test, item, status, (_wanted(floor), floor.source), text)
+
+
+def _slow(
+    test: BurninTest, item: Measurement, status: Status, wanted: tuple[str, str], message: str
+) -> Finding:
+    """Return the finding about *item*; *wanted* is the threshold and its source."""
+    is_gpu = item.part.kind in {EntityKind.GPU, EntityKind.LINK}
     return Finding(
         check=test.check,
         entity=item.part,
         status=status,
         value=_rounded(item.median),
         unit=item.unit,
-        threshold=_wanted(floor),
-        source=floor.source,
-        message=text,
-        failure_class=_slow_class(item.part),
+        threshold=wanted[0],
+        source=wanted[1],
+        message=message,
+        failure_class=FailureClass.GPU_SLOW if is_gpu else FailureClass.HOST_SLOW,
     )
 
 
 def _wanted(floor: Floor) -> str:
     sign = ">=" if floor.higher_is_better else "<="
     return f"{sign} {_rounded(floor.value):g} {floor.unit}"
-
-
-def _slow_class(part: Entity) -> FailureClass:
-    is_gpu = part.kind in {EntityKind.GPU, EntityKind.LINK}
-    return FailureClass.GPU_SLOW if is_gpu else FailureClass.HOST_SLOW
 
 
 def _not_measured(
@@ -258,7 +261,7 @@ def _not_measured(
                 unit=floor.unit,
                 threshold=_wanted(floor),
                 source=floor.source,
-                message=f"{floor.parameters}: not measured",
+                message=f"{floor.parameters or floor.test}: not measured",
             )
 
 
@@ -277,22 +280,13 @@ def _against_peers(
     if worse < limits.warn_percent or worse < _SIGMAS * 100 * sigma / typical:
         return None
     failed = limits.fail_percent is not None and worse >= limits.fail_percent
-    suspect = ", suspect" if worse >= limits.suspect_percent else ""
-    sign, bound = _bound(item, typical, limits.warn_percent)
-    return Finding(
-        check=test.check,
-        entity=item.part,
-        status=Status.FAIL if failed else Status.WARN,
-        value=_rounded(item.median),
-        unit=item.unit,
-        threshold=f"{sign} {bound:g} {item.unit}",
-        source=limits.source,
-        message=(
-            f"{item.parameters_text}: {worse:.1f} % worse than the median of {len(others)} others"
-            f" ({_rounded(typical):g} {item.unit}){suspect}"
-        ),
-        failure_class=_slow_class(item.part),
+    text = (
+        f"{item.parameters_text}: {worse:.1f} % worse than the median of {len(others)} others"
+        f" ({_rounded(typical):g} {item.unit}){', suspect' * (worse >= limits.suspect_percent)}"
     )
+    status = Status.FAIL if failed else Status.WARN
+    wanted = _bound(item, typical, limits.warn_percent), limits.source
+    return _slow(test, item, status, wanted, text)
 
 
 def percent_worse(item: Measurement, typical: float) -> float:
@@ -301,11 +295,11 @@ def percent_worse(item: Measurement, typical: float) -> float:
     return 100 * difference / typical
 
 
-def _bound(item: Measurement, typical: float, percent: float) -> tuple[str, float]:
-    """Return what is still good against *typical*: the sign, and the number."""
-    if item.higher_is_better:
-        return ">", _rounded(typical * (1 - percent / 100))
-    return "<", _rounded(typical * (1 + percent / 100))
+def _bound(item: Measurement, typical: float, percent: float) -> str:
+    """Return what is still good against *typical*."""
+    share = (-percent if item.higher_is_better else percent) / 100
+    sign = ">" if item.higher_is_better else "<"
+    return f"{sign} {_rounded(typical * (1 + share)):g} {item.unit}"
 
 
 def _passed(
@@ -325,8 +319,7 @@ def _passed(
             text += "; below the floor, as one in fifty healthy results is"
     elif _has_peers(good):
         typical = statistics.median(item.median for item in good)
-        sign, bound = _bound(worst, typical, terms.limits.warn_percent)
-        threshold = f"{sign} {bound:g} {worst.unit}"
+        threshold = _bound(worst, typical, terms.limits.warn_percent)
         source = terms.limits.source
     elif worst.part.kind in _COMPARED:
         text += f"; not compared: {PEERS_MIN} parts of a kind are needed"

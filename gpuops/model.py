@@ -137,8 +137,8 @@ class ActionKind(StrEnum):
 class ReturnCondition(StrEnum):
     """What a drained node must show before gpuops resumes it.
 
-    Health checks that pass, a diagnostic that passes, a burn-in (a diagnostic until there is one),
-    or a person's word: a repair. A repair is enough for all of them.
+    Health checks that pass, a diagnostic that passes, a burn-in that passes, or a person's word: a
+    repair. A repair is enough for all of them.
     """
 
     CHECK = "check"

@@ -13,11 +13,13 @@ from gpuops.cli.check.request import build_request
 from gpuops.cli.check.text import findings_table
 from gpuops.cli.options import json_option, settings_of, terminal_width
 from gpuops.config.resolve import Settings, environ
-from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.burnin import SUITE, Burnin, BurninRequest, BurninWatcher, measured_events
 from gpuops.gate.burnin_counters import counting_plan
+from gpuops.gate.burnin_parts import CHECK as PARTS_CHECK
 from gpuops.gate.burnin_parts import local_disks
 from gpuops.gate.burnin_progress import TestedTest
+from gpuops.gate.drain import update_diagnostic
 from gpuops.gate.node_lock import node_lock
 from gpuops.gate.record import CheckOccasion, record_check_run, record_options
 from gpuops.host.clock import Clock, SystemClock
@@ -71,7 +73,9 @@ def burnin(
     """Test this node under load: its GPUs, or its processors if it has none.
 
     Nothing else may run meanwhile. Results are compared, not only produced: the same work must give
-    the same bits, and parts of a kind the same rate. It ends no process and drains nothing.
+    the same bits, and parts of a kind the same rate. It ends no process and drains nothing. A node
+    that gpuops drained for a class which returns by a burn-in is resumed after a whole one that
+    passed, as root, without --only, --duration and --gpus.
 
     Exit codes: 0 all tests passed or warned; 1 a test failed; 3 it could not be judged; 64 a
     mistake on the command line; 70 gpuops itself failed; 75 another burn-in runs; 130 Ctrl-C.
@@ -105,6 +109,10 @@ def burnin(
             _finish(ctx, run, output, settings, clock, record=not no_record)
             raise
         check_run = _finish(ctx, run, output, settings, clock, record=not no_record)
+    is_whole = not names and duration is None and gpus == "all" and not no_record
+    is_whole = is_whole and all(found.check != PARTS_CHECK for found in check_run.findings)
+    if is_whole and check_run.verdict is Status.PASS:
+        _keep_pass(request, check_run.start_us)
     return _EXIT_CODES.get(check_run.verdict, EXIT_OK)
 
 
@@ -159,6 +167,15 @@ def _finish(
         if problem is not None:
             click.echo(problem, err=True)
     return check_run
+
+
+def _keep_pass(request: BurninRequest, began_us: int) -> None:
+    """Record on this node that a whole burn-in passed: the health check may resume the node."""
+    about = request.plan.request
+    try:
+        update_diagnostic(about.state_dir, about.uid, burnin_us=began_us)
+    except ProbeError as exc:
+        _warn(f"the health check will not know of this burn-in: {exc}")
 
 
 def _warn(text: str) -> None:

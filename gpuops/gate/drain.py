@@ -20,7 +20,7 @@ from gpuops.gate.policy import RESUMES_WINDOW_S, DrainStep, next_drain_step
 from gpuops.host.clock import Clock
 from gpuops.host.records import from_json, to_json
 from gpuops.host.trust import atomic_write, refuse_foreign_file
-from gpuops.model import UnknownReason
+from gpuops.model import ReturnCondition, UnknownReason
 from gpuops.slurm.scontrol import Scontrol
 
 T = TypeVar("T")
@@ -190,10 +190,18 @@ _DIAGNOSTIC_NAME = "diagnostic.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedDiagnostic:
-    """The node's last diagnostics: when one was started for its return, and when one passed."""
+    """The node's last diagnostics: when one was started for its return, and when one passed.
+
+    ``burnin_us``: when a burn-in began that passed.
+    """
 
     asked_us: int | None = None
     passed_us: int | None = None
+    burnin_us: int | None = None
+
+    def tested_us(self, condition: ReturnCondition) -> int | None:
+        """Return when what *condition* asks for last passed."""
+        return self.burnin_us if condition is ReturnCondition.BURNIN else self.passed_us
 
 
 def read_diagnostic(state_dir: Path, *, uid: int) -> RecordedDiagnostic:
@@ -213,6 +221,15 @@ def write_diagnostic(state_dir: Path, diagnostic: RecordedDiagnostic) -> None:
         ProbeError: It cannot be written.
     """
     _write(diagnostic, state_dir / _DIAGNOSTIC_NAME, "record of diagnostics")
+
+
+def update_diagnostic(state_dir: Path, uid: int, **times_us: int) -> None:
+    """Replace *times_us* in the recorded diagnostics.
+
+    Raises:
+        ProbeError: The record cannot be read or written.
+    """
+    write_diagnostic(state_dir, replace(read_diagnostic(state_dir, uid=uid), **times_us))
 
 
 _RESUMES_NAME = "resumes.json"

@@ -30,7 +30,7 @@ from gpuops.gate.drain import (
     read_diagnostic,
     read_resumes,
     save_outcome,
-    write_diagnostic,
+    update_diagnostic,
     write_resumes,
 )
 from gpuops.gate.hook import (
@@ -138,8 +138,8 @@ def _count_pass(
 ) -> NodeActionResult:
     """Count a passed check of a node that we drained; resume it after enough in a row.
 
-    If its failure class returns by a diagnostic, one runs once the node is *idle*. After too many
-    resumes the node stays drained: then an administrator must inspect it.
+    If its failure class returns by a diagnostic, one runs once the node is *idle*; a person starts
+    a burn-in, which takes long, and inspects a node that was resumed too often.
     """
     passes, needed = recorded.passes + 1 if healthy else 0, health.gate.passes_to_resume
     if passes < needed:
@@ -174,13 +174,14 @@ def _may_return(
     condition = return_condition(FailureClass(recorded.failure_class), data_dir("runbooks"))
     try:
         last = read_diagnostic(gate.state_dir, uid=gate.uid)
-        why = return_refusal(condition, recorded.t_us, last.passed_us, _repaired_us(gate))
-        waits = why is not None and condition in {ReturnCondition.DIAG, ReturnCondition.BURNIN}
+        tested_us = last.tested_us(condition)
+        why = return_refusal(condition, recorded.t_us, tested_us, _repaired_us(gate))
+        waits = why is not None and condition is ReturnCondition.DIAG
         asked_us = last.asked_us or 0
         is_due = asked_us < recorded.t_us or now_us - asked_us >= DIAGNOSE_AGAIN_S * US_PER_S
         if not (waits and idle and is_due):
             return why, False
-        write_diagnostic(gate.state_dir, replace(last, asked_us=now_us))
+        update_diagnostic(gate.state_dir, gate.uid, asked_us=now_us)
     except ProbeError as exc:
         return str(exc), False
     return why, True
@@ -321,9 +322,7 @@ def diagnose(context: HookContext) -> CheckRun | None:
         check_run = check_node(context.plan, context.clock)
         record_check_run(check_run, context.occasion, context.options, context.clock)
         if proves_healthy(check_run.findings, DIAGNOSTIC):
-            gate = context.gate
-            last = read_diagnostic(gate.state_dir, uid=gate.uid)
-            write_diagnostic(gate.state_dir, replace(last, passed_us=started_us))
+            update_diagnostic(context.gate.state_dir, context.gate.uid, passed_us=started_us)
         return check_run
 
 

@@ -255,7 +255,7 @@ def resume_refusal(
 def return_refusal(
     condition: ReturnCondition,
     drained_us: int,
-    diagnosed_us: int | None,
+    tested_us: int | None,
     repaired_us: Iterable[int],
 ) -> str | None:
     """Return why a node whose checks pass again is not resumed; None: it may be.
@@ -263,18 +263,20 @@ def return_refusal(
     Args:
         condition: Of the failure class that it was drained for.
         drained_us: When it was drained.
-        diagnosed_us: When a diagnostic last passed there.
+        tested_us: When what *condition* asks for, a diagnostic or a burn-in, last passed there.
         repaired_us: When the node or a part of it was repaired, by a person's word.
     """
     if condition is ReturnCondition.CHECK or any(item > drained_us for item in repaired_us):
         return None
     if condition is ReturnCondition.PERSON:
         return "its failure class returns by a person: `gpuops repair`, or resume it by hand"
-    if diagnosed_us is not None and diagnosed_us > drained_us:
+    if tested_us is not None and tested_us > drained_us:
         return None
+    missing, command = "diagnostic", "`gpuops slurm diag` on the node (needs dcgmi)"
+    if condition is ReturnCondition.BURNIN:
+        missing, command = "burn-in", "`gpuops burnin` on the node, as root"
     return (
-        "no diagnostic has passed since the drain: `gpuops slurm diag` on the node (needs dcgmi), "
-        "`gpuops repair`, or resume it by hand"
+        f"no {missing} has passed since the drain: {command}, `gpuops repair`, or resume it by hand"
     )
 
 

@@ -97,7 +97,7 @@ _VIEWS = {
         FROM (
             SELECT node_id, actor, reason, job_id, state, t_us,
                 lead(t_us) OVER (PARTITION BY node_id ORDER BY t_us, id) AS next_us
-            FROM node_states
+            FROM node_states WHERE state IN ('drained', 'resumed')
         ) s JOIN nodes n ON n.id = s.node_id JOIN clusters c ON c.id = n.cluster_id
         WHERE s.state = 'drained'
     """,

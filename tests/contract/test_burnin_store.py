@@ -8,6 +8,7 @@ from sqlalchemy import select, text
 from support.stories import START_US, Teller, burnin, dump, envelopes, measured, pair
 
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
+from gpuops.store import schema
 from gpuops.store.burnin import measurements, pair_tests
 from gpuops.store.columns import derived_id
 from gpuops.store.engine import open_store
@@ -121,6 +122,33 @@ def test_the_last_burnin_of_a_node_has_what_did_not_pass(store):
     assert finding.items() <= slow(EntityKind.GPU, "GPU-1").to_json().items()
     assert finding.keys() >= {"entity", "value", "threshold", "source", "message"}
     assert look(store, burnin_queries.last_burnin, derived_id("node", "c1", "n9")) is None
+
+
+def test_roots_burn_ins_and_repairs_are_states_of_the_node(store):
+    root, user = Teller(1), Teller("user")
+    burnin(root, status="fail")
+    part = {"entity": {"kind": "node", "id": "n1"}, "by": "ada", "what": "a new GPU"}
+    root.tell("node.repaired", part, node="n1")
+    passed = burnin(root, status="warn")
+    again = {"suite": "burnin", "trigger": "manual", "verdict": "pass", "run": passed}
+    root.tell("check.unchanged", again, node="n1", start_us=root.now_us, first_us=1, runs=2)
+    root.tell("check.ran", {**again, "suite": "full"}, node="n1", start_us=1, end_us=1, findings=[])
+    burnin(user)
+    put(store, root.lines)
+    put(store, root.lines)
+    put(store, user.lines, uid=1000)
+
+    with store.begin() as connection:
+        rebuild_projections(connection)
+        state = schema.node_states.c
+        found = connection.execute(select(state.state, state.reason, state.actor))
+        told = sorted(map(tuple, found))
+    assert told == [
+        *[("burn_in", "gpuops burnin", "gpuops")] * 3,
+        ("in_service", "its burn-in ended with pass", "gpuops"),
+        ("in_service", "its burn-in ended with warn", "gpuops"),
+        ("repair", "a new GPU", "ada"),
+    ]
 
 
 def test_a_burnin_that_measured_nothing_is_the_last_one(store):

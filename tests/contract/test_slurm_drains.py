@@ -99,6 +99,24 @@ def test_drains_and_resumes_are_recorded_once_with_their_hours(slurm):
     assert rows(slurm, "SELECT count(*) FROM events WHERE node = 'cpu1'") == [(0,)]
 
 
+def test_a_repair_and_a_burn_in_end_no_drain(slurm):
+    slurm.drain("n1", "swapping a cable")
+    slurm.clock.advance(60)
+    slurm.record()
+    teller = Teller(2)
+    teller.now_us = slurm.clock.now_us() + 60 * S
+    repaired = {"entity": {"kind": "node", "id": "n1"}, "by": "ann", "what": "a cable"}
+    teller.tell("node.repaired", repaired, node="n1")
+    with open_store(slurm.url, mode="write") as store, store.begin() as connection:
+        ingest(connection, envelopes(teller.lines, cluster="c1"), 1)
+    slurm.clock.advance(2 * 3600)
+
+    assert slurm.record() == []
+    slurm.resume("n1")
+    assert slurm.record() == [("n1", False, "administrator")]
+    assert drains(slurm) == [("n1", "administrator ann", "swapping a cable", 2.0)]
+
+
 def test_two_hosts_at_once_record_a_drain_once(slurm):
     slurm.drain("n1", "swapping a cable")
     together = threading.Barrier(2, timeout=30)

@@ -26,6 +26,7 @@ from gpuops.errors import BusyError, ConfigError, UsageError
 from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher, program_command
 from gpuops.gate.burnin_counters import counting_plan
 from gpuops.gate.burnin_progress import progress_path
+from gpuops.gate.drain import read_diagnostic
 from gpuops.gate.node_lock import node_lock
 from gpuops.gate.session import CheckRequest, check_node, make_plan
 from gpuops.host.clock import FakeClock
@@ -416,6 +417,28 @@ def test_mistakes_on_the_command_line_are_64(words, text):
 
     assert result.returncode == 64
     assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "planted", "code", "is_kept"),
+    [
+        ((), "right", 0, True),
+        ((), "wrong", 1, False),
+        (("--only", "gemm,hbm,collectives,host"), "right", 0, False),
+        (("--duration", "600"), "right", 0, False),
+        (("--no-record",), "right", 0, False),
+    ],
+)
+def test_only_a_whole_burn_in_that_passed_lets_a_drained_node_return(
+    tmp_path, words, planted, code, is_kept
+):
+    env = {**plant(tmp_path / "site", planted), "GPUOPS_STATE": str(tmp_path / "state")}
+    result = gpuops("burnin", *words, env=env)
+
+    assert result.returncode == code, result.stdout + result.stderr
+    kept = read_diagnostic(tmp_path / "state", uid=os.geteuid())
+    assert (kept.burnin_us is not None) == is_kept
+    assert kept.passed_us is None
 
 
 FLIPS = """

@@ -57,7 +57,7 @@ def history_text(history: NodeHistory, burnin: BurninRow | None, sweep: NodeSwee
         _section(
             f"strikes of the last {STRIKE_DAYS} days, not repaired", _strikes(history.strikes)
         ),
-        _section("drains and resumes", map(_state, history.states)),
+        _section("drains, resumes, repairs and burn-ins", map(_state, history.states)),
         _section("repairs", map(_repair, history.repairs)),
         _section("parts", map(_component, history.components)),
         _section(
@@ -70,7 +70,7 @@ def history_text(history: NodeHistory, burnin: BurninRow | None, sweep: NodeSwee
 
 
 def _heading(node: NodeRow) -> list[str]:
-    done = f"{node.state} by gpuops" if node.state else "never drained by gpuops"
+    done = f"last act: {node.state}" if node.state else "never drained by gpuops"
     check = f"last check: {node.verdict}" if node.verdict else "never checked"
     times = f"seen from {date_time(node.first_seen_us)} to {date_time(node.last_seen_us)}"
     return [one_line(f"node {node.name} of cluster {node.cluster}: {done}; {check}"), times]
@@ -134,7 +134,7 @@ def _strikes(strikes: Sequence[Strike]) -> Iterable[str]:
 
 def _state(item: StateRow) -> str:
     job = f", job {item.job_id}" if item.job_id else ""
-    return f"{date_time(item.t_us)}  {item.state:<7}  by {item.actor}{job}: {item.reason}"
+    return f"{date_time(item.t_us)}  {item.state:<10}  by {item.actor}{job}: {item.reason}"
 
 
 def _repair(item: Repair) -> str:

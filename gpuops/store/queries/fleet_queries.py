@@ -10,6 +10,8 @@ from gpuops.store.fuse import HELD_S, SEEN_S
 from gpuops.units import US_PER_S
 
 _DAY_US = 86_400 * US_PER_S
+# Of the states of a node, those that say whether Slurm starts jobs there.
+DRAIN_ACTS = ("drained", "resumed")
 
 
 class LastState(NamedTuple):
@@ -28,7 +30,8 @@ def last_states(connection: Connection, cluster: str) -> dict[str, LastState | N
     place = func.row_number().over(
         partition_by=state.node_id, order_by=(state.t_us.desc(), state.id.desc())
     )
-    ranked = select(schema.node_states, place.label("place")).subquery()
+    acts = select(schema.node_states, place.label("place")).where(state.state.in_(DRAIN_ACTS))
+    ranked = acts.subquery()
     query = (
         select(node.hostname, *(ranked.c[name] for name in LastState._fields))
         .join(schema.clusters, schema.clusters.c.id == node.cluster_id)

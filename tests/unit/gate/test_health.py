@@ -164,6 +164,21 @@ def test_a_diagnostic_that_passed_after_the_drain_brings_it_back(node, later_us,
     assert node.comes_and_goes(FAULTY) == action
 
 
+@pytest.mark.parametrize(
+    ("passed", "action"),
+    [({"passed_us": 1}, "kept"), ({"burnin_us": 0}, "kept"), ({"burnin_us": 1}, "resumed")],
+)
+def test_a_slow_gpu_is_brought_back_by_a_burn_in_that_a_person_starts(node, passed, action):
+    slow = replace(FAULTY, failure_class="gpu_hw.slow")
+    after = {name: FAULTY.t_us + later_us for name, later_us in passed.items()}
+    write_diagnostic(node.folder, RecordedDiagnostic(**after))
+
+    assert node.comes_and_goes(slow) == action
+    if action == "kept":
+        assert "no burn-in has passed since the drain: `gpuops burnin`" in node.record.kept
+        assert not node.result().diagnose
+
+
 def test_a_repair_brings_it_back_without_a_diagnostic(node):
     repaired_us = FAULTY.t_us + 1
     repair = Repair(entity_kind="node", entity_id="n1", t_us=repaired_us, by="ann", what="card")

@@ -268,22 +268,21 @@ def test_another_checks_failure_keeps_a_node_out():
 
 
 @pytest.mark.parametrize(
-    ("condition", "diagnosed_us", "repaired_us", "returns"),
+    ("condition", "tested_us", "repaired_us", "returns"),
     [
         (ReturnCondition.CHECK, None, (), True),
         (ReturnCondition.DIAG, None, (), False),
         (ReturnCondition.DIAG, 99, (), False),  # before the drain
         (ReturnCondition.DIAG, 101, (), True),
-        (ReturnCondition.BURNIN, 101, (), True),  # until there is a burn-in
+        (ReturnCondition.BURNIN, 101, (), True),
+        (ReturnCondition.BURNIN, 100, (), False),
         (ReturnCondition.PERSON, 101, (), False),
         (ReturnCondition.PERSON, None, (50, 101), True),
         (ReturnCondition.PERSON, None, (50, 99), False),  # of an earlier fault
         (ReturnCondition.DIAG, None, (99,), False),
     ],
 )
-def test_what_lets_a_node_return_came_after_its_drain(
-    condition, diagnosed_us, repaired_us, returns
-):
-    refusal = return_refusal(condition, 100, diagnosed_us, repaired_us)
+def test_what_lets_a_node_return_came_after_its_drain(condition, tested_us, repaired_us, returns):
+    refusal = return_refusal(condition, 100, tested_us, repaired_us)
 
     assert (refusal is None) == returns, refusal

@@ -9,6 +9,7 @@ from typing import Any
 from gpuops.model import EntityKind
 from gpuops.store import schema
 from gpuops.store.checks import check_results, check_runs, check_samples
+from gpuops.store.columns import derived_id
 from gpuops.store.ingest.envelope import EventEnvelope, PayloadReader, ProjectedRow, attempt_id
 from gpuops.store.ingest.merge import MergeRule, Row
 from gpuops.store.spool.format import SpoolLineError
@@ -114,7 +115,7 @@ def node_resumed(envelope: EventEnvelope) -> list[ProjectedRow]:
 
 
 def node_repaired(envelope: EventEnvelope) -> list[ProjectedRow]:
-    """Return the repair in a ``node.repaired``."""
+    """Return the repair in a ``node.repaired``, after which the node is in repair."""
     fields = envelope.payload_reader()
     entity = envelope.event.payload.get("entity")
     if not isinstance(entity, dict) or entity.get("kind") not in _KINDS:
@@ -128,21 +129,48 @@ def node_repaired(envelope: EventEnvelope) -> list[ProjectedRow]:
         "by": fields.required_short_text("by"),
         "what": fields.required_text("what"),
     }
-    return [(REPAIRS, repair)] if envelope.is_from_root else []
+    return [
+        *([(REPAIRS, repair)] if envelope.is_from_root else []),
+        *_state_row(envelope, "repair", repair["what"], repair["by"]),
+    ]
 
 
 def _state(envelope: EventEnvelope, state: str) -> list[ProjectedRow]:
     fields = envelope.payload_reader()
+    reason, actor = fields.required_text("reason"), fields.required_short_text("actor")
+    return _state_row(envelope, state, reason, actor, job_id=fields.short_text("job_id"))
+
+
+def _state_row(
+    envelope: EventEnvelope, state: str, reason: object, actor: object, **changes: object
+) -> list[ProjectedRow]:
+    """Return the *state* of the node that an event of root reports."""
     row = {
         "id": envelope.event.id,
         "node_id": envelope.node_id,
         "t_us": envelope.event.t_us,
         "state": state,
-        "reason": fields.required_text("reason"),
-        "actor": fields.required_short_text("actor"),
-        "job_id": fields.short_text("job_id"),
+        "reason": reason,
+        "actor": actor,
+        **changes,
     }
     return [(NODE_STATES, row)] if envelope.is_from_root else []
+
+
+_BURNIN = "burnin"
+_PASSED = ("pass", "skip", "warn")
+
+
+def _burnin_states(envelope: EventEnvelope, run: Row, began_us: int) -> list[ProjectedRow]:
+    """Return that a node was in a burn-in, and in service once it had passed; else nothing."""
+    if run["suite"] != _BURNIN:
+        return []
+    tested = _state_row(envelope, "burn_in", "gpuops burnin", "gpuops", t_us=began_us)
+    if run["status"] not in _PASSED:
+        return tested
+    passed_id = derived_id("in_service", envelope.event.id)
+    text = f"its burn-in ended with {run['status']}"
+    return [*tested, *_state_row(envelope, "in_service", text, "gpuops", id=passed_id)]
 
 
 CHECK_RUNS = MergeRule(
@@ -198,6 +226,7 @@ def check_ran(envelope: EventEnvelope) -> list[ProjectedRow]:
         *((CHECK_RESULTS, result) for result in kept),
         *_components(envelope, seen),
         *_sample(envelope, fields, start_us),
+        *_burnin_states(envelope, run, start_us),
     ]
 
 
@@ -213,6 +242,7 @@ def check_unchanged(envelope: EventEnvelope) -> list[ProjectedRow]:
         "runs": fields.required_integer("runs"),
     }
     rows = [(CHECK_RUNS, run), *_sample(envelope, fields, last_us)]
+    rows += _burnin_states(envelope, run, last_us)
     return rows if envelope.is_from_root else []
 
 

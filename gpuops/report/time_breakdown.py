@@ -271,13 +271,14 @@ def _is_failure(incident: Incident) -> bool:
 
 
 def _failures(incidents: Sequence[Incident]) -> dict[int, _Failure]:
-    """Return the failure of each attempt, by the incident that was detected first."""
+    """Return the failure of each attempt, by the incident that was detected first.
+
+    One about a node that did not join ended no attempt, and counts only where there is no other.
+    """
     found: dict[int, _Failure] = {}
-    for incident in filter(_is_failure, incidents):
-        if incident.attempt is None:
-            continue
-        known = found.get(incident.attempt)
-        if known is None or incident.detected_us < known.detected_us:
+    ordered = sorted(incidents, key=lambda each: (each.about is not None, each.detected_us))
+    for incident in filter(_is_failure, ordered):
+        if incident.attempt is not None and incident.attempt not in found:
             found[incident.attempt] = _Failure(
                 failed_us=incident.first_us,
                 detected_us=incident.detected_us,

@@ -60,6 +60,15 @@ def test_a_killed_rank_costs_detection_restart_and_repeated_steps():
     assert found.attempts[1].restarted_from_scratch
 
 
+def test_a_node_that_did_not_join_does_not_hide_when_the_attempt_failed():
+    run, rows, incidents = a_killed_run()
+    gate = replace(incidents[0], about="0/n042", first_us=us(0.5), detected_us=us(0.5), lost_s={})
+
+    assert break_down_run(run, rows, [gate, *incidents]).seconds == (
+        break_down_run(run, rows, incidents).seconds
+    )
+
+
 def test_a_job_that_resumes_where_it_failed_redoes_nothing():
     rows = [
         attempt_row(0, (1, 10, None, 40, 40.5), (1, 57), "failed"),

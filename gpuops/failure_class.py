@@ -57,6 +57,7 @@ class FailureClass(StrEnum):
     NETWORK_ERRORS = "network.link_errors"
     NETWORK_CONNECTION = "network.connection"
     NETWORK_PAIR_SLOW = "network.pair_slow"
+    NETWORK_NODE_FAILING = "network.node_failing"
     PEER_CLOSED = "collective.peer_closed"
     COLLECTIVE_TIMEOUT = "collective.timeout"
     COLLECTIVE_ERROR = "collective.error"

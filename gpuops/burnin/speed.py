@@ -36,12 +36,14 @@ def speed_limits(
     *,
     floor: CheckLimit | None = None,
     domains: Mapping[str, str] | None = None,
+    slow_percent: float | None = None,
 ) -> dict[Level, SpeedLimit]:
     """Return the limits of pairs of one leaf, of two, and of those of which no leaf is known.
 
     They are of the *tests* that measured: those of a sweep's first rounds. A level with fewer than
     three such pairs has the limit of all tests together; with fewer than three in all only *floor*
     counts. *floor* is absolute, inclusive and in the unit of the tests; the higher limit counts.
+    *slow_percent*: the site's own distance from the median, in the place of 5 % and 4 MAD.
     """
     groups: dict[Level, list[PairTest]] = {True: [], False: [], None: []}
     measured = [test for test in tests if test.outcome is PairOutcome.PASS and _rate(test)]
@@ -50,8 +52,8 @@ def speed_limits(
     found = {}
     for level, group in groups.items():
         enough = group if len(group) >= PAIRS_MIN else measured
-        limits = [limit for limit in (_relative(enough), _absolute(floor, enough)) if limit]
-        if limits:
+        both = _relative(enough, slow_percent), _absolute(floor, enough)
+        if limits := [limit for limit in both if limit]:
             found[level] = max(limits, key=lambda limit: limit.low)
     return found
 
@@ -80,7 +82,7 @@ def _rate(test: PairTest) -> float:
     return rate if rate is not None and math.isfinite(rate) and rate > 0 else 0.0
 
 
-def _relative(tests: Sequence[PairTest]) -> SpeedLimit | None:
+def _relative(tests: Sequence[PairTest], slow_percent: float | None) -> SpeedLimit | None:
     if len(tests) < PAIRS_MIN:
         return None
     by_node: dict[str, list[float]] = {}
@@ -88,12 +90,16 @@ def _relative(tests: Sequence[PairTest]) -> SpeedLimit | None:
         for node in test.nodes:
             by_node.setdefault(node, []).append(_rate(test))
     usual = statistics.median(statistics.median_high(rates) for rates in by_node.values())
-    rates = [rate for test in tests if (rate := _rate(test)) >= (1 - CLEARLY_SLOW) * usual]
+    share = CLEARLY_SLOW if slow_percent is None else slow_percent / 100
+    rates = [rate for test in tests if (rate := _rate(test)) >= (1 - share) * usual]
     median = statistics.median(rates)
     mad = statistics.median(abs(rate - median) for rate in rates)
     low = median - max(SHARE_MIN * median, MADS * mad)
+    if slow_percent is not None:
+        low = (1 - share) * median
     text = f">= {low:.4g} {tests[0].unit} (median of {len(rates)} pairs: {median:.4g})"
-    return SpeedLimit(low=low, text=text, source=SOURCE)
+    source = SOURCE if slow_percent is None else f"this sweep's median (slow-percent {share:.0%})"
+    return SpeedLimit(low=low, text=text, source=source)
 
 
 def _absolute(floor: CheckLimit | None, tests: Sequence[PairTest]) -> SpeedLimit | None:

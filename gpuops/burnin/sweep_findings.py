@@ -17,7 +17,7 @@ def sweep_findings(
     *,
     slow_node: FailureClass,
     limit: SpeedLimit | None = None,
-    failed_node: FailureClass = FailureClass.NETWORK_CONNECTION,
+    failed_node: FailureClass = FailureClass.NETWORK_NODE_FAILING,
 ) -> list[Finding]:
     """Return a finding for each of *verdicts*.
 
@@ -27,6 +27,27 @@ def sweep_findings(
     shared cause: nobody is drained for it.
     """
     return [_finding(verdict, limit, (slow_node, failed_node)) for verdict in verdicts]
+
+
+def passed_findings(tests: Iterable[PairTest], named: Iterable[Finding]) -> list[Finding]:
+    """Return a ``pass`` for each node that passed with another one, and is not among *named*."""
+    passed: dict[str, int] = {}
+    for test in tests:
+        for node in test.nodes:
+            passed[node] = passed.get(node, 0) + (test.outcome is PairOutcome.PASS)
+    about = {found.entity.id for found in named}
+    return [
+        Finding(
+            check=CHECK,
+            entity=Entity(EntityKind.NODE, node),
+            status=Status.PASS,
+            value=float(n_passed),
+            unit="pair tests",
+            message=f"passed {n_passed} pair tests",
+        )
+        for node, n_passed in sorted(passed.items())
+        if n_passed and node not in about
+    ]
 
 
 def unmeasured_findings(tests: Iterable[PairTest]) -> list[Finding]:

@@ -78,7 +78,7 @@ def burnin(
     passed, as root, without --only, --duration and --gpus.
 
     Exit codes: 0 all tests passed or warned; 1 a test failed; 3 it could not be judged; 64 a
-    mistake on the command line; 70 gpuops itself failed; 75 another burn-in runs; 130 Ctrl-C.
+    mistake on the command line; 70 gpuops itself failed; 75 the node is being tested; 130 Ctrl-C.
     """
     if as_json and as_jsonl:
         raise UsageError("--json and --jsonl exclude each other")

@@ -61,7 +61,7 @@ def slurm() -> None:
 def prolog(ctx: click.Context, *, verdict: Path) -> int:
     """Check this node before a job; exit 1 and write the verdict if it must not start here."""
     job = job_of(environ())
-    return _print_result(run_hook(_hook_context(ctx, "prolog", job), verdict))
+    return _print_result(run_hook(hook_context(ctx, "prolog", job), verdict))
 
 
 @slurm.command(epilog="Example: gpuops slurm epilog")
@@ -75,7 +75,7 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
     """
     job = job_of(environ())
     suite = "full" if job.failed else "epilog"
-    return _print_result(run_hook(_hook_context(ctx, "epilog", job, suite), verdict))
+    return _print_result(run_hook(hook_context(ctx, "epilog", job, suite), verdict))
 
 
 @slurm.command(epilog="Example: gpuops slurm health")
@@ -90,8 +90,8 @@ def epilog(ctx: click.Context, *, verdict: Path) -> int:
 @click.pass_context
 def health(ctx: click.Context, *, jitter: float) -> int:
     """Check this node periodically; drain it, or resume it after a drain by gpuops."""
-    context = _hook_context(ctx, "health")
-    result, action = check_health(context, _scontrol(ctx), jitter)
+    context = hook_context(ctx, "health")
+    result, action = check_health(context, scontrol_finder(ctx), jitter)
     _print_line(f"{action.action}: {action.why}")
     _print_result(result)
     return EXIT_OK
@@ -106,7 +106,7 @@ def publish(ctx: click.Context, *, drain_id: str, unsaved: str | None) -> int:
     drain = None
     if unsaved is not None:
         drain = from_json(DrainRecord, json.loads(unsaved), "--unsaved")
-    result = publish_drain(_hook_context(ctx, "prolog"), drain_id, _scontrol(ctx), drain)
+    result = publish_drain(hook_context(ctx, "prolog"), drain_id, scontrol_finder(ctx), drain)
     _print_line(f"{result.step or 'given up'}: {result.error or drain_id}")
     return EXIT_OK
 
@@ -115,7 +115,7 @@ def publish(ctx: click.Context, *, drain_id: str, unsaved: str | None) -> int:
 @click.pass_context
 def followup(ctx: click.Context) -> int:
     """Check a GPU driver again, and longer, that gave no answer; the hooks start it."""
-    result = follow_up(_hook_context(ctx, "followup"), _scontrol(ctx))
+    result = follow_up(hook_context(ctx, "followup"), scontrol_finder(ctx))
     return EXIT_OK if result is None else _print_result(result)
 
 
@@ -126,7 +126,7 @@ def diag(ctx: click.Context) -> int:
 
     It needs dcgmi and takes minutes. The health check starts it on a drained node without jobs.
     """
-    check_run = diagnose(_hook_context(ctx, "diag"))
+    check_run = diagnose(hook_context(ctx, "diag"))
     if check_run is None:
         _print_line("a diagnostic already runs on this node")
         return EXIT_TRY_LATER
@@ -160,7 +160,7 @@ def drains(ctx: click.Context, store: str | None, *, dry_run: bool, as_json: boo
         )
     settings = settings_of(ctx, store__url=store)
     report = record_drains(
-        _scontrol(ctx)(),
+        scontrol_finder(ctx)(),
         settings.store_url,
         cluster=settings.cluster,
         clock=SystemClock(),
@@ -249,9 +249,10 @@ def _print_result(result: GateResult) -> int:
     return EXIT_FAIL if result.decision.drains else EXIT_OK
 
 
-def _hook_context(
+def hook_context(
     ctx: click.Context, hook: str, job: HookJob | None = None, suite: str | None = None
 ) -> HookContext:
+    """Return what *hook* works with on this node, by the settings of *ctx*; see `HookContext`."""
     job = HookJob() if job is None else job
     settings = settings_of(ctx)
     node = node_name(environ())
@@ -305,7 +306,7 @@ def _gate_settings(settings: Settings, node: str) -> GateSettings:
     )
 
 
-def _scontrol(ctx: click.Context) -> FindScontrol:
+def scontrol_finder(ctx: click.Context) -> FindScontrol:
     """Return what finds scontrol when it is needed: a prolog needs none."""
     settings = settings_of(ctx)
     return lambda: find_scontrol(environ(), settings.slurm_bin_dir)

@@ -38,7 +38,7 @@ def check_run_of(result: SweepResult, node: str, times_us: tuple[int, int]) -> C
     """Return *result* as the check run of its coordinator *node*, from start to end."""
     findings = list(result.findings)
     left_out = {name: f"did not join: {why}" for name, why in result.missing.items()}
-    left_out |= {name: f"kept out of the sweep: {why}" for name, why in result.unfit.items()}
+    left_out |= {name: f"not tested: {why}" for name, why in result.unfit.items()}
     findings += [_not_swept(name, why) for name, why in left_out.items()]
     n_passed = sum(test.outcome is PairOutcome.PASS for test in result.tests)
     share = f"{100 * result.share_tested:.3g} % of all pairs are tested, counting earlier sweeps"

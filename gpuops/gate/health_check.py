@@ -8,15 +8,11 @@ The helpers that hooks start in their own session are here too: they may wait.
 """
 
 import contextlib
-import fcntl
-import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 
 from gpuops.checks.core.runner import CheckRun
 from gpuops.config.resolve import GateMode
@@ -44,6 +40,7 @@ from gpuops.gate.hook import (
     save_drain,
     start_helper,
 )
+from gpuops.gate.node_lock import try_lock
 from gpuops.gate.node_state import StateError, read_state
 from gpuops.gate.permit import GateSettings, sync_from_store
 from gpuops.gate.policy import (
@@ -291,20 +288,32 @@ def follow_up(context: HookContext, find: FindScontrol) -> GateResult | None:
     Raises:
         SlurmError: There is no scontrol.
     """
-    with _try_lock(context.gate.state_dir / "followup.lock") as is_locked:
+    with try_lock(context.gate.state_dir / "followup.lock") as is_locked:
         if not is_locked:
             return None
         check_run = check_node(context.plan, context.clock)
         wait_for_state = start_saving_state(context.plan, check_run)
-        result = record_and_decide(context, check_run)
+        result = record_and_drain(context, check_run, find)
         wait_for_state()
-        drain = result.drain
-        if drain is not None and not result.is_saved:
-            drain = await_record(context, drain)
-        if drain is not None:
-            record_decision(context.options, drain, DrainOutcome.DRAIN, context.clock)
-            _publish_drain(context, drain, find)
         return result
+
+
+def record_and_drain(context: HookContext, check_run: CheckRun, find: FindScontrol) -> GateResult:
+    """Record *check_run*, decide about the node, and drain it, if so decided, before it returns.
+
+    For commands outside of slurmd, which may wait. The caller must have a single thread.
+
+    Raises:
+        SlurmError: There is no scontrol; the next health check sends the drain.
+    """
+    result = record_and_decide(context, check_run)
+    drain = result.drain
+    if drain is not None and not result.is_saved:
+        drain = await_record(context, drain)
+    if drain is not None:
+        record_decision(context.options, drain, DrainOutcome.DRAIN, context.clock)
+        _publish_drain(context, drain, find)
+    return result
 
 
 def diagnose(context: HookContext) -> CheckRun | None:
@@ -315,7 +324,7 @@ def diagnose(context: HookContext) -> CheckRun | None:
     Raises:
         ProbeError: The result cannot be saved for the health check.
     """
-    with _try_lock(context.gate.state_dir / "diag.lock") as is_locked:
+    with try_lock(context.gate.state_dir / "diag.lock") as is_locked:
         if not is_locked:
             return None
         started_us = context.clock.now_us()
@@ -461,19 +470,3 @@ def _record_takeover(context: HookContext, drain: DrainRecord, view: SlurmNode) 
         return []
 
     record(events, drain.node, context.options, context.clock)
-
-
-@contextmanager
-def _try_lock(lock: Path) -> Iterator[bool]:
-    """Lock the file *lock*; yields False if another process holds it."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(file)

@@ -1,4 +1,4 @@
-"""One test of the whole node at a time: a locked file, which says who holds it."""
+"""One test of the whole node at a time: a locked file, which says who holds it; other locks."""
 
 import fcntl
 import json
@@ -59,3 +59,19 @@ def _write(fd: int, suite: str) -> str | None:
     except OSError as exc:
         return exc.strerror
     return None
+
+
+@contextmanager
+def try_lock(lock: Path) -> Iterator[bool]:
+    """Lock the file *lock*; yields False if another process holds it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(file)

@@ -10,7 +10,8 @@ participants (`participant`) obey and judge nothing, so no two nodes can disagre
 * ``step``: the number of the current step, or that the sweep is over.
 * ``order/STEP/NODE``, ``port/STEP/NODE``, ``report/STEP/NODE``: what a node has to test, where the
   first node of the pair listens, and what came of it.
-* ``finding/NODE``: what the sweep found about a node, for the node itself to record.
+* ``finding/NODE``: what the sweep found about a node, for the node itself to record and act on;
+  ``left/NODE``: it has read that. Only then the store may end.
 
 A pair test is `gpuops.worker.burnin.pair`, a process of its own for each device (`pair_test`). A
 participant that is over its time ends its own processes only, and the sweep goes on.

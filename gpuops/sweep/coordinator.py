@@ -14,14 +14,18 @@ from gpuops.burnin.schedule import (
     share_tested,
 )
 from gpuops.burnin.speed import speed_limits, with_speed
-from gpuops.burnin.sweep_findings import sweep_findings, unmeasured_findings
+from gpuops.burnin.sweep_findings import passed_findings, sweep_findings, unmeasured_findings
 from gpuops.checks.core.check import CheckLimit
-from gpuops.control.store import ControlStore
+from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
 from gpuops.model import FailureClass, Finding, Json
 from gpuops.sweep.messages import (
     ALIVE,
     COORDINATOR_KEY,
+    FINDING,
+    LEFT,
+    ORDER,
+    REPORT,
     STEP_KEY,
     PairOrder,
     PairReport,
@@ -29,9 +33,7 @@ from gpuops.sweep.messages import (
     SweepStep,
     decode,
     encode,
-    findings_key,
-    order_key,
-    reports_prefix,
+    key,
 )
 from gpuops.units import NS_PER_S
 
@@ -39,7 +41,9 @@ from gpuops.units import NS_PER_S
 START_S = 120.0
 # Small enough for a minute of a slow network, large enough that latency is not what is measured.
 GPU_SIZE_BYTES, CPU_SIZE_BYTES = 2**30, 2**25
+JOIN_S = 120.0  # for a health check, and for a job to start on all nodes
 _POLL_S = 0.1
+_LEAVE_S = 15.0  # for the participants to read what was found about them
 
 Pause = Callable[[float], None]
 OnRound = Callable[[int, Sequence[PairTest]], None]
@@ -52,18 +56,20 @@ class SweepSettings:
     ``size_bytes`` (None: by the nodes' devices), ``seconds`` and ``timeout_s``: see
     `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested. ``floor``:
     of the bus bandwidth in GB/s. ``nightly``: the first round of confirmation tests all nodes.
+    ``slow_percent``: see `gpuops.burnin.speed.speed_limits`.
     """
 
     sweep: str
-    expected: tuple[str, ...]
     seed: int
+    expected: tuple[str, ...] = ()
     size_bytes: int | None = None
     seconds: float = 5.0
     timeout_s: float = 20.0
-    join_s: float = 60.0
+    join_s: float = JOIN_S
     tested: frozenset[NodePair] = frozenset()
     nightly: bool = False
     floor: CheckLimit | None = None
+    slow_percent: float | None = None
 
     @property
     def round_s(self) -> float:
@@ -118,7 +124,9 @@ def coordinate(
         for one in first_rounds(fit, seed=settings.seed, tested=settings.tested, domains=domains):
             tests = (*tests, *coordinator.run_round(one, fit))
             on_round(coordinator.step, tests)
-        limits = speed_limits(tests, floor=settings.floor, domains=domains)
+        limits = speed_limits(
+            tests, floor=settings.floor, domains=domains, slow_percent=settings.slow_percent
+        )
         tests = tuple(with_speed(test, limits, domains) for test in tests)
         for number in range(CONFIRMATION_ROUNDS):
             one = confirmation_round(
@@ -139,7 +147,7 @@ def coordinate(
         slow_node = FailureClass.GPU_SLOW if has_gpus else FailureClass.HOST_SLOW
         findings = sweep_findings(verdicts, slow_node=slow_node, limit=limit)
         findings += unmeasured_findings(tests)
-        coordinator.publish(findings)
+        coordinator.publish((*findings, *passed_findings(tests, findings)))
         return SweepResult(
             sweep=settings.sweep,
             nodes=tuple(sorted(fit)),
@@ -173,15 +181,11 @@ class _Coordinator:
 
     def gather(self, failed: Callable[[], Mapping[str, str]]) -> dict[str, Participant]:
         """Return who has joined once all nodes have that can, or their time is over."""
-        joined: dict[str, Participant] = {}
-
-        def all_joined() -> bool:
-            nonlocal joined
-            joined = self._alive()
-            return joined.keys() | failed().keys() >= set(self._settings.expected)
-
-        self._wait(all_joined, self._settings.join_s)
-        return {node: one for node, one in joined.items() if node in self._settings.expected}
+        expected = set(self._settings.expected)
+        self._wait(
+            lambda: self._alive().keys() | failed().keys() >= expected, self._settings.join_s
+        )
+        return {node: one for node, one in self._alive().items() if node in expected}
 
     def run_round(self, one: SweepRound, joined: Mapping[str, Participant]) -> list[PairTest]:
         """Have the pairs of a round tested; return what came of each."""
@@ -191,7 +195,7 @@ class _Coordinator:
         for pair in one.pairs:
             order = encode(self._order(pair, joined))
             for node in pair:
-                self._store.put(order_key(self.step, node), order)
+                self._store.put(key(ORDER, self.step, node), order)
         self._store.put(STEP_KEY, encode(SweepStep(number=self.step)))
         reports = self._reports({node for pair in one.pairs for node in pair})
         return [self._test(pair, reports) for pair in one.pairs]
@@ -203,18 +207,20 @@ class _Coordinator:
             by_node.setdefault(finding.entity.id, []).append(finding.to_json())
         for node, found in by_node.items():
             if node in self._settings.expected:
-                self._store.put(findings_key(node), json.dumps({"findings": found}).encode())
+                self._store.put(key(FINDING, node), json.dumps(found).encode())
 
     def end(self) -> None:
-        """Tell all participants that the sweep is over."""
+        """Tell all participants that the sweep is over, and wait until they know."""
         self._store.put(STEP_KEY, encode(SweepStep(number=self.step, is_over=True)))
+        self._wait(lambda: self._by_node(LEFT).keys() >= self._alive().keys(), _LEAVE_S)
+
+    def _by_node(self, *words: object) -> dict[str, Entry]:
+        prefix = key(*words, "")
+        return {name.removeprefix(prefix): e for name, e in self._store.list(prefix).items()}
 
     def _alive(self) -> dict[str, Participant]:
-        found = self._store.list(ALIVE)
-        return {
-            key.removeprefix(ALIVE): decode(Participant, entry, "a participant")
-            for key, entry in found.items()
-        }
+        found = self._by_node(ALIVE).items()
+        return {node: decode(Participant, entry, "a participant") for node, entry in found}
 
     def _order(self, pair: NodePair, joined: Mapping[str, Participant]) -> PairOrder:
         a, b = pair
@@ -231,18 +237,14 @@ class _Coordinator:
 
     def _reports(self, nodes: Collection[str]) -> dict[str, PairReport]:
         """Return the reports of *nodes* as far as they come; a node that left sends none."""
-        prefix = reports_prefix(self.step)
-        reports: dict[str, PairReport] = {}
 
-        def all_reported() -> bool:
-            reports.update(
-                (key.removeprefix(prefix), decode(PairReport, entry, "a report"))
-                for key, entry in self._store.list(prefix).items()
-            )
-            return not (nodes - reports.keys()) & self._alive().keys()
+        def awaited() -> set[str]:
+            return (set(nodes) - self._by_node(REPORT, self.step).keys()) & self._alive().keys()
 
-        self._wait(all_reported, self._settings.round_s)
+        self._wait(lambda: not awaited(), self._settings.round_s)
         alive = self._alive()
+        found = self._by_node(REPORT, self.step).items()
+        reports = {node: decode(PairReport, entry, "a report") for node, entry in found}
         for node in set(nodes) - reports.keys():
             if node in alive:
                 late = f"no report in {self._settings.round_s:g} s"

@@ -1,9 +1,8 @@
 """What a sweep's coordinator and participants write into the control store."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gpuops.burnin.pairs import NodePair, PairOutcome
 from gpuops.control.store import ControlStoreError, Entry
@@ -12,7 +11,7 @@ from gpuops.host.records import from_json, to_json
 
 COORDINATOR_KEY = "coordinator"
 STEP_KEY = "step"
-ALIVE = "alive/"
+ALIVE, ORDER, PORT, REPORT, FINDING, LEFT = "alive", "order", "port", "report", "finding", "left"
 DETAIL_CHARS_MAX = 300
 
 T = TypeVar("T")
@@ -70,34 +69,9 @@ class PairReport:
     detail: str = ""
 
 
-def alive_key(node: str) -> str:
-    """Return the key of *node*'s heartbeat."""
-    return f"{ALIVE}{node}"
-
-
-def order_key(step: int, node: str) -> str:
-    """Return the key of what *node* has to do in *step*."""
-    return f"order/{step}/{node}"
-
-
-def port_key(step: int, node: str) -> str:
-    """Return the key of the port where *node* awaits its partner of *step*."""
-    return f"port/{step}/{node}"
-
-
-def reports_prefix(step: int) -> str:
-    """Return what the keys of all reports of *step* begin with."""
-    return f"report/{step}/"
-
-
-def report_key(step: int, node: str) -> str:
-    """Return the key of *node*'s report about *step*."""
-    return f"{reports_prefix(step)}{node}"
-
-
-def findings_key(node: str) -> str:
-    """Return the key of what the sweep found about *node*."""
-    return f"finding/{node}"
+def key(*words: object) -> str:
+    """Return the key of *words*, as ``order/1/n3``; with ``""`` last, the beginning of many."""
+    return "/".join(map(str, words))
 
 
 def encode(message: object) -> bytes:
@@ -112,18 +86,6 @@ def decode(kind: type[T], entry: Entry, what: str) -> T:
         ControlStoreError: It is not one; *what* names it.
     """
     try:
-        return from_json(kind, decode_json(entry.value), what)
+        return from_json(kind, json.loads(entry.value), what)
     except (ConfigError, ValueError) as exc:
         raise ControlStoreError(f"another version of gpuops takes part: {exc}") from exc
-
-
-def decode_json(value: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in *value*.
-
-    Raises:
-        ValueError: It holds none.
-    """
-    found = json.loads(value)
-    if not isinstance(found, dict):
-        raise ValueError(f"an object is expected, got {found!r}")  # noqa: TRY004 one error kind
-    return found

@@ -87,7 +87,10 @@ class PairTestRunner:
             return end or CommandEnd(exit_code=0, output=b"{}")
 
         with ThreadPoolExecutor(n_local) as pool:
-            return list(pool.map(run_one, range(n_local)))
+            try:
+                return list(pool.map(run_one, range(n_local)))
+            finally:
+                failed.set()  # Ctrl-C waits for no test
 
 
 def report_of(ends: Sequence[CommandEnd], *, is_first: bool) -> PairReport:

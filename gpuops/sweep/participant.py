@@ -1,25 +1,26 @@
 """A node of a sweep: it joins, tests what it is ordered to, and learns what was found about it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Sequence
 
 from gpuops.control.store import ControlStore, ControlStoreError, ControlStoreUnreachableError
+from gpuops.model import Finding
 from gpuops.sweep.messages import (
     ALIVE,
     COORDINATOR_KEY,
+    FINDING,
+    LEFT,
+    ORDER,
+    PORT,
+    REPORT,
     STEP_KEY,
     PairOrder,
     PairReport,
     Participant,
     SweepStep,
-    alive_key,
     decode,
-    decode_json,
     encode,
-    findings_key,
-    order_key,
-    port_key,
-    report_key,
+    key,
 )
 
 HOLD_S = 2.0
@@ -44,8 +45,8 @@ def participate(
     *,
     hold_s: float = HOLD_S,
     coordinator_s: float = COORDINATOR_S,
-) -> Sequence[Mapping[str, Any]]:
-    """Take part until the sweep is over; return the findings about this node, as JSON.
+) -> Sequence[Finding]:
+    """Take part until the sweep is over; return the findings about this node.
 
     *test_pair* gets the order, this node's name and address, and an exchange: called with a port it
     tells the partner where this node listens, called with None it returns the partner's address and
@@ -58,7 +59,7 @@ def participate(
     seen, waited_s = 0, 0.0
     while True:
         reply = store.heartbeat(
-            alive_key(me.node), encode(me), watch=STEP_KEY, seen_version=seen, hold_s=hold_s
+            key(ALIVE, me.node), encode(me), watch=STEP_KEY, seen_version=seen, hold_s=hold_s
         )
         if reply.watched is None:
             waited_s = 0.0 if _is_led(store) else waited_s + hold_s
@@ -68,7 +69,9 @@ def participate(
         seen, waited_s = reply.watched.version, 0.0
         step = decode(SweepStep, reply.watched, "the step of the sweep")
         if step.is_over:
-            return _findings(store, me.node)
+            found = _findings(store, me.node)
+            store.put(key(LEFT, me.node), b"1")
+            return found
         _obey(store, me, step.number, test_pair, pause)
 
 
@@ -79,41 +82,40 @@ def _is_led(store: ControlStore) -> bool:
 def _obey(
     store: ControlStore, me: Participant, step: int, test_pair: PairTester, pause: Pause
 ) -> None:
-    entry = store.get(order_key(step, me.node))
+    entry = store.get(key(ORDER, step, me.node))
     if not entry.version:
         return  # this node is left out of the round
     order = decode(PairOrder, entry, "an order of the sweep")
 
     def exchange(port: int | None) -> tuple[str, int] | None:
         if port is not None:
-            store.put(port_key(step, me.node), str(port).encode())
+            store.put(key(PORT, step, me.node), str(port).encode())
             return None
         return _partner_port(store, step, order.a, pause)
 
     report = test_pair(order, me.node, me.address, exchange)
-    store.put(report_key(step, me.node), encode(report))
+    store.put(key(REPORT, step, me.node), encode(report))
 
 
 def _partner_port(
     store: ControlStore, step: int, partner: str, pause: Pause
 ) -> tuple[str, int] | None:
     for _ in range(round(PORT_S / _POLL_S)):
-        entry = store.get(port_key(step, partner))
+        entry = store.get(key(PORT, step, partner))
         if entry.version:
-            other = decode(Participant, store.get(alive_key(partner)), "a participant")
+            other = decode(Participant, store.get(key(ALIVE, partner)), "a participant")
             return other.address, int(entry.value)
-        if not store.list(f"{ALIVE}{partner}"):
+        if not store.get(key(ALIVE, partner)).version:
             return None
         pause(_POLL_S)
     return None
 
 
-def _findings(store: ControlStore, node: str) -> Sequence[Mapping[str, Any]]:
-    entry = store.get(findings_key(node))
+def _findings(store: ControlStore, node: str) -> Sequence[Finding]:
+    entry = store.get(key(FINDING, node))
     if not entry.version:
         return ()
     try:
-        found = decode_json(entry.value)["findings"]
-    except (ValueError, KeyError) as exc:
+        return tuple(map(Finding.from_json, json.loads(entry.value)))
+    except (ValueError, KeyError, TypeError) as exc:
         raise ControlStoreError(f"another version of gpuops takes part: {exc}") from exc
-    return tuple(item for item in found if isinstance(item, dict))

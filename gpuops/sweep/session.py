@@ -1,17 +1,23 @@
-"""Reaching the control store of a sweep, and leading one beside taking part."""
+"""A sweep from one process: reaching its control store, taking part, leading, or both."""
 
-import threading
+import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from gpuops.control.store import ControlStoreError, ControlStoreUnreachableError
+from gpuops.control.tcp.process import start_server
 from gpuops.control.tcp.store import TcpControlStore
+from gpuops.host.clock import Clock
+from gpuops.host.process.remote import start_remote
+from gpuops.model import Finding
+from gpuops.sweep.coordinator import JOIN_S, OnRound, SweepResult, SweepSettings, coordinate
+from gpuops.sweep.messages import Participant
+from gpuops.sweep.pair_test import PairTestRunner
+from gpuops.sweep.participant import participate
 
 _RETRY_S = 0.2
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +30,95 @@ class SweepAddress:
     token: str
 
 
-def reach(place: SweepAddress, limit_s: float) -> TcpControlStore:
+def take_part(place: SweepAddress, me: Participant, env: Mapping[str, str]) -> Sequence[Finding]:
+    """Take part in the sweep at *place* as *me*, whose address is found; see `participate`.
+
+    *env*: the environment of the test programs.
+
+    Raises:
+        ControlStoreError: See `participate`; or the sweep does not begin within `JOIN_S`.
+    """
+    store = _reach(place)
+    try:
+        me = replace(me, address=store.local_address)
+        return participate(store, me, PairTestRunner(env), time.sleep)
+    finally:
+        store.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepLeader:
+    """Leads a sweep with *settings* from this process; *on_round*: see `coordinate`."""
+
+    settings: SweepSettings
+    clock: Clock
+    on_round: OnRound
+
+    def lead_step(
+        self, place: SweepAddress, me: Participant, env: Mapping[str, str]
+    ) -> tuple[SweepResult, Sequence[Finding]]:
+        """Start the store at *place*, lead the sweep there, and take part in it as *me*.
+
+        Returns the result, and what was found about this node. No thread is left.
+
+        Raises:
+            ControlStoreError: See `take_part`.
+        """
+        server = start_server(place.host, place.port, run_key=place.run_key, token=place.token)
+        with ThreadPoolExecutor(1) as pool:
+            leading = pool.submit(self._lead, place, dict)
+            try:
+                found = take_part(place, me, env)
+                return leading.result(), found
+            finally:
+                server.kill()
+
+    def lead_remote(
+        self,
+        address: str,
+        ssh: Sequence[str],
+        words: Callable[[str, SweepAddress], Sequence[str]],
+        env: Mapping[str, str],
+    ) -> SweepResult:
+        """Sweep the expected hosts over *ssh* from here; they reach this machine at *address*.
+
+        *words*: the command on a host, which gets the token on its input.
+
+        Raises:
+            ControlStoreError: The store cannot be started or reached.
+            UsageError: The ssh command cannot be started.
+        """
+        token, run_key = secrets.token_hex(32), f"sweep-{secrets.token_hex(8)}"
+        server = start_server(address, 0, run_key=run_key, token=token)
+        place = SweepAddress(host=address, port=server.port, run_key=run_key, token=token)
+        try:
+            hosts = self.settings.expected
+            remote = start_remote(ssh, hosts, lambda host: words(host, place), token, env)
+            try:
+                return self._lead(place, remote.failures)
+            finally:
+                remote.close()
+        finally:
+            server.kill()
+
+    def _lead(self, place: SweepAddress, failed: Callable[[], Mapping[str, str]]) -> SweepResult:
+        store = _reach(place)
+        try:
+            return coordinate(
+                store, self.settings, self.clock, time.sleep, failed=failed, on_round=self.on_round
+            )
+        finally:
+            store.close()
+
+
+def _reach(place: SweepAddress) -> TcpControlStore:
     """Return the control store at *place*, which the first node may only be starting.
 
     Raises:
-        ControlStoreUnreachableError: It is not there within *limit_s*.
+        ControlStoreUnreachableError: It is not there within `JOIN_S`.
         ControlStoreError: It is another sweep's, or has another token.
     """
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + JOIN_S
     while True:
         store = TcpControlStore(place.host, place.port, run_key=place.run_key, token=place.token)
         try:
@@ -46,17 +133,3 @@ def reach(place: SweepAddress, limit_s: float) -> TcpControlStore:
             raise
         else:
             return store
-
-
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run *work* in a thread; return its result, or its error, as a future."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as exc:  # noqa: BLE001 boundary: raised again by who asks for the result
-            future.set_exception(exc)
-
-    threading.Thread(target=run, name="gpuops-sweep", daemon=True).start()
-    return future

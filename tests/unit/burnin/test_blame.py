@@ -173,7 +173,7 @@ def test_findings_have_the_class_of_what_was_seen():
     assert (slow.failure_class, slow.value) == (FailureClass.GPU_THERMAL_POWER, 300.0)
     assert (slow.threshold, slow.source) == (limit.text, limit.source)
     hung = found("xta b+c d+e", "xsb a+d c+e")
-    assert hung.failure_class is FailureClass.NETWORK_CONNECTION
+    assert hung.failure_class is FailureClass.NETWORK_NODE_FAILING
     assert hung.threshold != limit.text
     pair = found("asb c+d", "a+c b+d")
     assert (pair.failure_class, pair.status) == (FailureClass.NETWORK_PAIR_SLOW, Status.WARN)

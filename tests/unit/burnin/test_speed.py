@@ -81,6 +81,13 @@ def test_a_floor_counts_where_it_is_higher_and_names_its_source():
     assert "stas00" in speed_limits(measured(rates), floor=low)[None].source
 
 
+def test_a_site_may_say_how_far_below_the_median_is_slow():
+    rates = {"a b": 100.0, "a c": 60.0, "b c": 140.0, "a d": 1.0, "b d": 2.0, "c d": 12.0}
+
+    assert slow(measured(rates), slow_percent=90) == {"a d", "b d"}
+    assert speed_limits(measured(rates), slow_percent=90)[None].low == pytest.approx(8)
+
+
 def test_pairs_across_leaves_are_held_against_each_other():
     leaves = {node: node[0] for node in ("a1", "a2", "a3", "b1", "b2", "b3")}
     near = {"a1 a2": 400.0, "a2 a3": 400.0, "b1 b2": 400.0, "b2 b3": 300.0}

@@ -48,8 +48,8 @@ COMMANDS = {
 def test_a_hook_prints_lines_that_drive_no_terminal(monkeypatch, name):
     action = NodeActionResult(NodeAction.KEPT, HOSTILE)
     for function, answer in (
-        ("_hook_context", None),
-        ("_scontrol", None),
+        ("hook_context", None),
+        ("scontrol_finder", None),
         ("run_hook", result()),
         ("check_health", (result(), action)),
         ("publish_drain", DrainPublication(None, HOSTILE)),

@@ -261,6 +261,11 @@ def test_a_node_is_proven_healthy_by_the_check_that_drained_it(statuses, healthy
     assert proves_healthy(findings, "gpu_lost") == healthy
 
 
+def test_after_a_sweep_nothing_has_to_fail_as_no_health_check_repeats_its_tests():
+    assert proves_healthy([finding(Status.PASS)], "sweep")
+    assert not proves_healthy([finding(Status.PASS), finding(Status.FAIL)], "sweep")
+
+
 def test_another_checks_failure_keeps_a_node_out():
     findings = [finding(Status.PASS), finding(kind=MISSING, check="gpu_count")]
 

@@ -13,9 +13,9 @@ from gpuops.cli.sweep_result import check_run_of, sweep_body, sweep_events
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStore
 from gpuops.host.clock import SystemClock
-from gpuops.model import FailureClass, Status
+from gpuops.model import FailureClass, Finding, Status
 from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
-from gpuops.sweep.messages import PairOrder, PairReport, Participant, alive_key
+from gpuops.sweep.messages import ALIVE, PairOrder, PairReport, Participant, key
 from gpuops.sweep.participant import CoordinatorLostError, Exchange, participate
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -56,7 +56,7 @@ class Fleet:
 
     store: MemoryControlStore
     tester: FakeTester
-    findings: dict[str, Sequence[object]] = field(default_factory=dict)
+    findings: dict[str, Sequence[Finding]] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     devices: int = 0
 
@@ -116,7 +116,8 @@ def test_four_healthy_nodes_test_all_pairs_and_name_nobody(fleet: Callable[..., 
     )
     assert result.verdicts == ()
     assert result.share_tested == 1
-    assert four.findings == dict.fromkeys(NODES, ())
+    told = {node: [(f.entity.id, f.status) for f in four.findings[node]] for node in NODES}
+    assert told == {node: [(node, Status.PASS)] for node in NODES}
 
 
 def test_successive_sweeps_draw_untested_pairs_and_a_nightly_one_uses_idle_nodes(
@@ -140,7 +141,10 @@ def test_a_bad_node_is_named_and_learns_it_itself(fleet: Callable[..., Fleet]) -
     four.join(*NODES)
     (verdict,) = four.sweep().verdicts
     assert (verdict.kind, verdict.entity.id, verdict.status) == (BlameKind.NODE, "n3", Status.FAIL)
-    assert [node for node in NODES if four.findings[node]] == ["n3"]
+    told = {node: [f.status for f in four.findings[node]] for node in NODES}
+    assert told == {node: [Status.FAIL if node == "n3" else Status.PASS] for node in NODES}
+    (found,) = four.findings["n3"]
+    assert found.failure_class is FailureClass.NETWORK_NODE_FAILING
 
 
 def test_a_bad_link_is_tested_once_more_and_named_as_a_pair(fleet: Callable[..., Fleet]) -> None:
@@ -174,7 +178,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_round_fails_its_pair_and_no_other
             self, order: PairOrder, node: str, address: str, exchange: Exchange
         ) -> PairReport:
             if "n2" in order.nodes:
-                store.delete(alive_key("n2"))
+                store.delete(key(ALIVE, "n2"))
                 if node == "n2":
                     raise LeftError
                 return FAILED

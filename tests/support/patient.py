@@ -17,7 +17,7 @@ def patient_install(folder):
     for name in ("gpuops", "runbooks", "slurm"):
         (folder / name).symlink_to(_CHECKOUT / name)
     shutil.copytree(_CHECKOUT / "checks", folder / "checks")
-    for name in ("prolog", "epilog", "health"):
+    for name in ("prolog", "epilog", "health", "sweep"):
         suite = folder / "checks" / "suites" / f"{name}.toml"
         text, count = re.subn(
             r"^deadline_s = .*$",

@@ -194,6 +194,11 @@ class Node:
         return None
 
 
+# Jobs resolve the names of nodes, which are all this machine.
+IN_MOUNTS = ("--mount", "--propagation", "slave", "sh", "-c")
+IN_MOUNTS += ('mount --bind "$0" /etc/hosts && exec "$@"',)
+
+
 class Cluster:
     """The daemons and what a user and an administrator type."""
 
@@ -253,6 +258,8 @@ class Cluster:
             devices = gpu_devices(self.home / "dev", range(first, first + GPUS))
             files += "".join(f"NodeName={name} Name=gpu File={path}\n" for path in devices)
         (self.home / "gres.conf").write_text(files)
+        hosts = f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {' '.join(self.nodes)}\n"
+        (self.home / "hosts").write_text(hosts)
 
     def start(self):
         """Start all daemons and return when every node is idle."""
@@ -260,7 +267,7 @@ class Cluster:
             (self.home / name).mkdir(exist_ok=True)
         self.start_controller(clean=True)
         for name in self.nodes:
-            self._spawn("slurmd", "-D", "-N", name)
+            self._spawn("unshare", *IN_MOUNTS, str(self.home / "hosts"), "slurmd", "-D", "-N", name)
         wait_until(self._all_idle, self._trouble, START_S)
 
     def start_controller(self, *, clean=False):

@@ -132,7 +132,7 @@ def history_findings(offenders: Iterable[RepeatOffender]) -> list[Finding]:
             threshold=f"the fleet's {100 * item.base:.2g} %",
             source=SOURCE,
             message=item.why,
-            failure_class=FailureClass.NETWORK_CONNECTION
+            failure_class=FailureClass.NETWORK_NODE_FAILING
             if item.entity.kind is EntityKind.NODE
             else FailureClass.NETWORK_PAIR_SLOW,
         )

@@ -78,7 +78,9 @@ class _SweepGroup(click.Group):
     callback=option_callback(to_size),
     help="Buffer of each rank; default: 1GiB on GPUs, 32MiB on CPUs.",
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Draw the same pairs again.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Draw the same pairs again, tested or not."
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -153,7 +155,7 @@ def sweep(
             size_bytes=size,
             seconds=seconds,
             timeout_s=timeout_s,
-            tested=_tested(settings) if leads and len(names) > ALL_PAIRS_MAX else frozenset(),
+            tested=_tested(settings, names) if leads and seed is None else frozenset(),
             nightly=nightly,
             slow_percent=slow_percent,
         ),
@@ -221,7 +223,9 @@ def _hosts(text: str) -> tuple[str, ...]:
     return names
 
 
-def _tested(settings: Settings) -> frozenset[NodePair]:
+def _tested(settings: Settings, names: Sequence[str]) -> frozenset[NodePair]:
+    if len(names) <= ALL_PAIRS_MAX:
+        return frozenset()
     from gpuops.cli.sweep_show import known_pairs  # participants need no store
 
     return known_pairs(settings)

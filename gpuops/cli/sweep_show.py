@@ -21,7 +21,7 @@ from gpuops.errors import StoreError, UsageError
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import Finding, Json, envelope
-from gpuops.report.render.layout import date_time
+from gpuops.report.render.layout import count_noun, date_time
 from gpuops.store.engine import open_store
 from gpuops.store.queries.burnin_queries import (
     PairTestRow,
@@ -153,8 +153,8 @@ def _history_json(
 def _history_lines(kept: PairHistory, findings: Iterable[Finding], since_us: int) -> Iterator[str]:
     n_failed = sum(kept.trials.values())
     yield (
-        f"{kept.n_sweeps} sweeps since {date_time(since_us)}: {n_failed} of {len(kept.trials)}"
-        " tests of pairs failed"
+        f"{count_noun(kept.n_sweeps, 'sweep')} since {date_time(since_us)}: {n_failed} of"
+        f" {len(kept.trials)} tests of pairs failed"
     )
     named = [f"{item.status.word}  {item.entity}: {item.message}" for item in findings]
     yield from named or ["no node or pair fails more often than the others"]

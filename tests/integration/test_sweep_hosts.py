@@ -128,6 +128,25 @@ def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, t
     assert {f["entity"]["id"] for f in history["findings"]} <= {cut[1], slow[1]}
 
 
+@pytest.mark.parametrize("words", [(), ("--seed", "1")])
+def test_a_large_sweep_asks_for_the_pairs_of_earlier_ones_unless_its_own_are_given(tmp_path, words):
+    hosts = (
+        "sweep",
+        "--hosts",
+        "127.0.0.[1-17]",
+        "--ssh",
+        "sh -c 'exit 255'",
+        "--no-check",
+        "--no-record",
+    )
+    done = run(tmp_path, *hosts, *words)
+
+    assert "127.0.0.17: did not join" in done.stdout
+    assert (
+        "does not know which pairs earlier ones tested: cannot open" in done.stderr
+    ) is not bool(words)
+
+
 def burnt_in(folder, node):
     """Have the store know of a burn-in of *node*."""
     teller = Teller()

@@ -11,7 +11,7 @@ from gpuops.burnin.plan import TIERS, BurninTest, make_tests
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
 from gpuops.cli.check.text import findings_table
-from gpuops.cli.options import json_option, settings_of, terminal_width
+from gpuops.cli.options import FiniteRange, json_option, settings_of, terminal_width
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.burnin import SUITE, Burnin, BurninRequest, BurninWatcher, measured_events
@@ -43,7 +43,7 @@ _COUNTING_SUITE = "full"
 @click.option(
     "--duration",
     metavar="S",
-    type=click.FloatRange(0, 86_400, min_open=True),
+    type=FiniteRange(0, 86_400, min_open=True),
     help="Seconds that all tests measure; instead of the tier's.",
 )
 @click.option(
@@ -83,6 +83,8 @@ def burnin(
     if as_json and as_jsonl:
         raise UsageError("--json and --jsonl exclude each other")
     names = tuple(word.strip() for word in only.split(",") if word.strip())
+    if only and not names:
+        raise UsageError(f"--only {only!r} names no test")
     settings = settings_of(ctx, check__suite=_COUNTING_SUITE, burnin__tier=tier)
     tier = settings.values["burnin.tier"].value
     plan = counting_plan(build_request(settings, environ(), gpus=gpus))
@@ -145,9 +147,8 @@ def _finish(
     *,
     record: bool,
 ) -> CheckRun:
-    """Print and record the result, also that of a part of the burn-in."""
+    """Record and print the result, also that of a part of the burn-in."""
     check_run, measured = run.result(), run.measured()
-    output.print_result(check_run, measured)
     if record:
         request = run.request.plan.request
         occasion = CheckOccasion(
@@ -166,6 +167,8 @@ def _finish(
         )
         if problem is not None:
             click.echo(problem, err=True)
+    # Last: whoever does not read it, or has no space for it, loses no record.
+    output.print_result(check_run, measured)
     return check_run
 
 

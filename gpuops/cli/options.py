@@ -1,6 +1,8 @@
 """The settings of one command line, options that several commands share, and Ctrl-C."""
 
+import math
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuops.config.resolve import ErrorHandler, Settings, environ, raise_error, resolve
+from gpuops.errors import UsageError
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid, is_system_root, refuse_foreign_file
 from gpuops.units import US_PER_S, parse_iso_utc, parse_seconds
@@ -64,6 +67,32 @@ class OutputFile(click.Path):
             kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
             self.fail(f"{path} is {kind} and would be replaced; name a regular file", param, ctx)
         return path
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without nan, which click's has."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401 click's signature
+        """Return the number in *value*."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+def command_words(option: str, text: str) -> list[str]:
+    """Return the words of the command in *text*, split as a shell does it.
+
+    Raises:
+        UsageError: A quotation does not end, or there is no word; names *option*.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as exc:
+        raise UsageError(f"{option} {text!r}: {exc}") from exc
+    if not words:
+        raise UsageError(f"{option} {text!r}: a command is expected")
+    return words
 
 
 def terminal_width() -> int | None:

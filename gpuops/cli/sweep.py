@@ -1,7 +1,6 @@
 """``gpuops sweep``: test the nodes of a Slurm step, or hosts over ssh, in pairs."""
 
 import secrets
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,13 @@ from gpuops.agent.launch.job_token import given_token, own_token, own_token_file
 from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import NodePair
 from gpuops.burnin.schedule import ALL_PAIRS_MAX
-from gpuops.cli.options import json_option, option_callback, settings_of
+from gpuops.cli.options import (
+    FiniteRange,
+    command_words,
+    json_option,
+    option_callback,
+    settings_of,
+)
 from gpuops.cli.slurm import hook_context, scontrol_finder
 from gpuops.cli.sweep_node import SUITE, SweptNode
 from gpuops.cli.sweep_result import (
@@ -38,7 +43,15 @@ from gpuops.sweep.coordinator import SweepResult, SweepSettings
 from gpuops.sweep.session import SweepAddress, SweepLeader, take_part
 
 _SEED_BITS = 31
+_SIZE_BYTES_MAX = 2**40
 _EXIT_CODES = {Status.FAIL: EXIT_FAIL, Status.UNKNOWN: EXIT_UNKNOWN}
+
+
+def _buffer_size(text: str) -> int:
+    size = to_size(text)
+    if size > _SIZE_BYTES_MAX:
+        raise ValueError(f"{text!r} is more than 1TiB")
+    return size
 
 
 class _SweepGroup(click.Group):
@@ -70,12 +83,12 @@ class _SweepGroup(click.Group):
     help="How gpuops is started on the hosts.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.1, 3600), default=5.0, show_default=True, help="Of a test."
+    "--seconds", type=FiniteRange(0.1, 3600), default=5.0, show_default=True, help="Of a test."
 )
 @click.option(
     "--size",
     metavar="SIZE",
-    callback=option_callback(to_size),
+    callback=option_callback(_buffer_size),
     help="Buffer of each rank; default: 1GiB on GPUs, 32MiB on CPUs.",
 )
 @click.option(
@@ -84,7 +97,7 @@ class _SweepGroup(click.Group):
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(1, 3600),
+    type=FiniteRange(1, 3600),
     default=20.0,
     show_default=True,
     help="Of one collective: after that the pair failed.",
@@ -94,7 +107,7 @@ class _SweepGroup(click.Group):
 )
 @click.option(
     "--slow-percent",
-    type=click.FloatRange(0, 100, min_open=True, max_open=True),
+    type=FiniteRange(0, 100, min_open=True, max_open=True),
     help="A pair this far below the median is slow; default: 5, more where healthy pairs differ.",
 )
 @click.option("--no-check", is_flag=True, help="Take part without a health check of the node.")
@@ -171,8 +184,8 @@ def sweep(
             if not leads:
                 return _take_part(node, place, node.name)
             return _lead_step(leader, node, place, start_us, as_json=as_json)
-        ssh_words = shlex.split(settings.values["burnin.ssh"].value)
-        result = _over_ssh(leader, node, ssh_words, shlex.split(remote))
+        ssh_words = command_words("burnin.ssh", settings.values["burnin.ssh"].value)
+        result = _over_ssh(leader, node, ssh_words, command_words("--remote", remote))
     except ControlStoreUnreachableError as exc:
         click.echo(f"gpuops: the sweep was not finished: {printable(str(exc))}", err=True)
         return EXIT_TRY_LATER
@@ -215,6 +228,8 @@ def _hosts(text: str) -> tuple[str, ...]:
         names = expand(text)
     except ValueError as exc:
         raise UsageError(f"--hosts: {exc}") from exc
+    if options := [name for name in names if name.startswith("-")]:
+        raise UsageError(f"--hosts: {options[0]!r} is no host; ssh would read it as an option")
     if len(names) < 2:
         raise UsageError(
             f"--hosts {text!r} names {len(names)} host{'s' * (len(names) != 1)}, and a pair needs "
@@ -246,6 +261,8 @@ def _take_part(node: SweptNode, place: SweepAddress, name: str) -> int:
 def _joined(join: str, run_key: str) -> SweepAddress:
     """Return where the sweep is that `_over_ssh` started; the token is on our input."""
     host, _, port = join.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise UsageError(f"--join {join!r}: HOST:PORT is expected")
     token = sys.stdin.readline(4096).strip()
     return SweepAddress(host=host.strip("[]"), port=int(port), run_key=run_key, token=token)
 
@@ -276,12 +293,11 @@ def _over_ssh(
 
 
 def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: bool) -> int:
-    """Print *result* and record it, which acts on no node; return the exit code."""
+    """Record *result* and print it, which acts on no node; return the exit code."""
     context = node.context
     clock = context.clock
     check_run = check_run_of(result, node.name, (start_us, clock.now_us()))
     body = sweep_body(result, check_run)
-    print_sweep(body, check_run, result.tests, as_json=as_json)
     if node.is_recorded:
         problem = record(
             lambda: sweep_events(body, result.tests, node.name, clock),
@@ -291,4 +307,6 @@ def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: boo
         )
         if problem is not None:
             click.echo(problem, err=True)
+    # Last: whoever does not read it, or has no space for it, loses no record.
+    print_sweep(body, check_run, result.tests, as_json=as_json)
     return _EXIT_CODES.get(check_run.verdict, EXIT_OK)

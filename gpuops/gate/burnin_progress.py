@@ -81,7 +81,7 @@ def load_progress(state_dir: Path, plan: str, uid: int) -> BurninProgress:
         raise UsageError(f"--resume: {path} holds no interrupted burn-in of yours; leave it out")
     try:
         progress = _progress(found[0])
-    except (KeyError, TypeError, ValueError) as exc:
+    except (ArithmeticError, KeyError, TypeError, ValueError) as exc:
         raise UsageError(f"--resume: {path} is damaged ({exc}); leave it out") from exc
     if progress.plan != plan:
         raise UsageError(
@@ -94,9 +94,12 @@ def load_progress(state_dir: Path, plan: str, uid: int) -> BurninProgress:
 def _progress(body: Mapping[str, Any]) -> BurninProgress:
     if body["schema"] != _SCHEMA:
         raise ValueError(f"schema {body['schema']!r}")
+    start_us = int(body["start_us"])
+    if not 0 <= start_us < 2**53:  # iso_utc refuses more
+        raise ValueError(f"start_us {start_us}")
     return BurninProgress(
         plan=str(body["plan"]),
-        start_us=int(body["start_us"]),
+        start_us=start_us,
         done=tuple(
             TestedTest(
                 name=str(item["name"]),

@@ -43,6 +43,7 @@ from gpuops.control.tcp.server import ControlStoreServer
 from gpuops.control.tcp.server_connection import ServerLimits, ServerState
 from gpuops.host.net import frames
 from gpuops.host.net import job_proof as proof
+from gpuops.host.process.sidecar import Sidecar
 
 SECRET = b"the record of the run"
 
@@ -956,3 +957,16 @@ def test_the_token_can_come_in_a_variable(tmp_path):
                 assert board.local_address == "127.0.0.1"
         finally:
             process.kill()
+
+
+def test_ctrl_c_while_it_starts_leaves_no_server(monkeypatch):
+    started = []
+
+    def interrupted(self, _end_s, _line):
+        started.append(self.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sidecar, "first_line", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_server("127.0.0.1", 0, run_key=RUN_KEY, token=TOKEN)
+    assert [psutil.pid_exists(pid) for pid in started] == [False]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -340,9 +341,50 @@ def test_resume_refuses_what_was_not_begun_or_was_another_burn_in(burnin, tmp_pa
     with pytest.raises(UsageError, match="the interrupted burn-in was --tier 60m"):
         made.run()
 
-    progress_path(tmp_path / "state").write_text('{"schema": "gpuops.burnin-progress/1"}')
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        '{"plan": "x", "start_us": 1e400, "done": []}',
+        '{"plan": "x", "start_us": 99999999999999999999, "done": []}',
+        '{"plan": "x", "start_us": 1, "done": [1]}',
+        '{"plan": "x", "start_us": 1, "done": [{"name": "gemm", "findings": ["x"]}]}',
+    ],
+)
+def test_resume_refuses_a_damaged_file(burnin, tmp_path, body):
+    text = body.replace("{", '{"schema": "gpuops.burnin-progress/1",', 1).replace(",}", "}")
+    path = progress_path(tmp_path / "state")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+    made = burnin(lambda _test, part: says(*healthy(part)), resume=True)
     with pytest.raises(UsageError, match="is damaged"):
         made.run()
+
+
+def test_a_result_that_cannot_be_printed_is_recorded(tmp_path):
+    state, spool = tmp_path / "state", tmp_path / "spool"
+    env = {
+        **plant(tmp_path / "site", "right"),
+        "GPUOPS_STATE": str(state),
+        "GPUOPS_SPOOL": str(spool),
+        "GPUOPS_STORE": f"sqlite:///{tmp_path}/missing/gpuops.db",
+    }
+    with open("/dev/full", "w") as full:  # noqa: PTH123 a device
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuops", "burnin", "--json"],
+            env={**os.environ, **env},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    assert (done.returncode, "no space left on the output" in done.stderr) == (70, True)
+    spooled = "".join(path.read_text() for path in spool.rglob("*") if path.is_file())
+    assert '"burnin.measured"' in spooled
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -408,6 +450,8 @@ def test_dcgm_diag_is_skipped_while_the_node_is_tested_and_holds_it_while_it_run
     [
         (("--only", "golden"), "corruption checks"),
         (("--only", "gem"), "did you mean 'gemm'"),
+        (("--only", ","), "--only ',' names no test"),
+        (("--duration", "nan"), "'nan' is not a number"),
         (("--json", "--jsonl"), "exclude each other"),
         (("--resume",), "holds no interrupted burn-in"),
     ],

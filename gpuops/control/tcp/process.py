@@ -107,7 +107,11 @@ def start_server(
         process = start_sidecar(argv, environ())
     except OSError as exc:
         raise ControlStoreError(f"cannot start the control store's server: {exc.strerror}") from exc
-    status, _, detail = process.first_line(end_s, token.encode()).partition(" ")
+    try:
+        status, _, detail = process.first_line(end_s, token.encode()).partition(" ")
+    except BaseException:  # boundary: at Ctrl-C nobody else would end it
+        ServerProcess(host, port, process.pid).kill()
+        raise
     if status == "ready" and detail.isdecimal():
         return ServerProcess(host, int(detail), process.pid)
     ServerProcess(host, port, process.pid).kill()

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 
+import psutil
 import pytest
 from support.stories import Teller, envelopes, pair
 from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
@@ -127,6 +128,37 @@ def test_options_of_a_sweep_before_show_are_refused(call):
 
     assert (code, out) == (64, "")
     assert "--json before `show` starts no sweep; put it after `show`" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--hosts", "-oProxyCommand=x,b"), "'-oProxyCommand=x' is no host"),
+        (("--ssh", "ssh 'x"), """burnin.ssh "ssh 'x": No closing quotation"""),
+        (("--remote", "'x"), "No closing quotation"),
+        (("--remote", ""), "--remote '': a command is expected"),
+        (("--seconds", "nan"), "'nan' is not a number"),
+        (("--timeout", "nan"), "'nan' is not a number"),
+        (("--size", "2TiB"), "'2TiB' is more than 1TiB"),
+        (("--join", "there"), "--join 'there': HOST:PORT is expected"),
+        (("--join", "there:99999999"), "HOST:PORT is expected"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_64(call, words, text):
+    code, out, err = call("sweep", "--hosts", "127.0.0.1,127.0.0.2", *words)
+
+    assert (code, out) == (64, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_an_ssh_that_is_not_there_leaves_no_server(call):
+    before = set(psutil.Process().children())
+    code, out, err = call("sweep", "--hosts", "127.0.0.1,127.0.0.2", "--ssh", "/nonexistent/ssh")
+
+    assert (code, out) == (64, "")
+    assert err == "gpuops: --ssh: cannot start /nonexistent/ssh: No such file or directory\n"
+    assert set(psutil.Process().children()) == before
 
 
 def test_a_sweep_too_large_for_an_event_keeps_its_worst_findings():

@@ -66,7 +66,7 @@ class Node:
     def says(self, text):
         self.file.write_text(text)
 
-    def checked(self, *, then=lambda: None, left_s=ENOUGH_S + 0.01):
+    def checked(self, *, then=lambda: None, left_s=ENOUGH_S + 60):
         """Return the finding, of which *then* is what happens between the two checks."""
 
         def pause(seconds):
@@ -101,6 +101,11 @@ def test_where_the_second_check_gives_no_answer_the_first_alone_refuses_nothing(
     told = "busy; in a second check 1.5 s later, without an answer"
 
     assert node.checked(then=node.file.unlink) == ("warn", told)
+
+
+def test_a_second_check_is_started_where_it_has_just_enough_time(node):
+    node.checked(left_s=ENOUGH_S + 0.01)
+    assert node.paused == [AGAIN_AFTER_S]
 
 
 def test_where_no_time_is_left_the_first_alone_refuses_nothing(node):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 JOB = JOBS / "resumes.py"
 STEPS = 30
 LIMIT_S = 120.0
-CALM = "--pause=0.1"  # on a busy machine, too, a keeper has each state before the next one but one
+CALM = "--pause=0.25"  # on a busy machine, too, a keeper has each state before the next one but one
 
 
 class Training(Run):

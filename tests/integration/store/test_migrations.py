@@ -258,7 +258,7 @@ def test_what_the_first_schema_held_is_kept_as_changes(url):
     """Its check runs had a row for each finding, mostly passes."""
     parsed = parse_url(url)
     engine = connect_engine(parsed, mode="write")
-    with IncidentStore(engine, parsed) as store:
+    with IncidentStore(engine, parsed, session_timeout_s=600.0) as store:
         upgrade(store, "0001")
         with store.begin() as connection:
             for line in story(1):

@@ -1,7 +1,7 @@
 """What a sweep names, as findings of the suite ``sweep``: for the table, the store, the gate."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from gpuops.burnin.blame import BlameKind, BlameVerdict
 from gpuops.burnin.pairs import PairOutcome, PairTest
@@ -50,23 +50,31 @@ def passed_findings(tests: Iterable[PairTest], named: Iterable[Finding]) -> list
     ]
 
 
-def unmeasured_findings(tests: Iterable[PairTest]) -> list[Finding]:
-    """Return an ``unknown`` finding for each node of which no test of the sweep measured."""
+def unmeasured_findings(
+    tests: Iterable[PairTest], left: Mapping[str, int] | None = None
+) -> list[Finding]:
+    """Return an ``unknown`` finding for each node that left, or of which no test measured.
+
+    *left*: in which round a node left, counted from 1. It is not blamed: perhaps gpuops ended.
+    """
+    texts = {node: f"it left the sweep in round {number}" for node, number in (left or {}).items()}
     measured: dict[str, bool] = {}
     for test in tests:
         for node in test.nodes:
             is_measured = test.outcome is not PairOutcome.UNKNOWN
             measured[node] = measured.get(node, False) or is_measured
+    for node, was_measured in measured.items():
+        if not was_measured:
+            texts.setdefault(node, "no pair test of this node measured anything")
     return [
         Finding(
             check=CHECK,
             entity=Entity(EntityKind.NODE, node),
             status=Status.UNKNOWN,
-            message="no pair test of this node measured anything",
+            message=text,
             unknown_reason=UnknownReason.CRASH,
         )
-        for node, was_measured in sorted(measured.items())
-        if not was_measured
+        for node, text in sorted(texts.items())
     ]
 
 

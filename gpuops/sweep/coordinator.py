@@ -146,7 +146,7 @@ def coordinate(
         has_gpus = any(one.devices for one in fit.values())
         slow_node = FailureClass.GPU_SLOW if has_gpus else FailureClass.HOST_SLOW
         findings = sweep_findings(verdicts, slow_node=slow_node, limit=limit)
-        findings += unmeasured_findings(tests)
+        findings += unmeasured_findings(tests, coordinator.left)
         coordinator.publish((*findings, *passed_findings(tests, findings)))
         return SweepResult(
             sweep=settings.sweep,
@@ -167,7 +167,10 @@ def coordinate(
 
 
 class _Coordinator:
-    """The store's side of a sweep: ``step`` is the last step, ``details`` says what went wrong."""
+    """The store's side of a sweep: ``step`` is the last step, ``details`` says what went wrong.
+
+    ``left``: in which step a node was gone. That is no fault of a link, and perhaps ours.
+    """
 
     def __init__(
         self, store: ControlStore, settings: SweepSettings, clock: Clock, pause: Pause
@@ -178,6 +181,7 @@ class _Coordinator:
         self._pause = pause
         self.step = 0
         self.details: dict[NodePair, str] = {}
+        self.left: dict[str, int] = {}
 
     def gather(self, failed: Callable[[], Mapping[str, str]]) -> dict[str, Participant]:
         """Return who has joined once all nodes have that can, or their time is over."""
@@ -192,12 +196,14 @@ class _Coordinator:
         if not one.pairs:
             return []
         self.step += 1
-        for pair in one.pairs:
+        self._note_left(joined)
+        here = [pair for pair in one.pairs if self.left.keys().isdisjoint(pair)]
+        for pair in here:
             order = encode(self._order(pair, joined))
             for node in pair:
                 self._store.put(key(ORDER, self.step, node), order)
         self._store.put(STEP_KEY, encode(SweepStep(number=self.step)))
-        reports = self._reports({node for pair in one.pairs for node in pair})
+        reports = self._reports({node for pair in here for node in pair})
         return [self._test(pair, reports) for pair in one.pairs]
 
     def publish(self, findings: Iterable[Finding]) -> None:
@@ -242,21 +248,27 @@ class _Coordinator:
             return (set(nodes) - self._by_node(REPORT, self.step).keys()) & self._alive().keys()
 
         self._wait(lambda: not awaited(), self._settings.round_s)
-        alive = self._alive()
         found = self._by_node(REPORT, self.step).items()
         reports = {node: decode(PairReport, entry, "a report") for node, entry in found}
-        for node in set(nodes) - reports.keys():
-            if node in alive:
-                late = f"no report in {self._settings.round_s:g} s"
-                reports[node] = PairReport(outcome=PairOutcome.TIMEOUT, detail=late)
-            else:
-                reports[node] = PairReport(outcome=PairOutcome.FAIL, detail="it left the sweep")
+        silent = set(nodes) - reports.keys()
+        self._note_left(silent)
+        late = f"no report in {self._settings.round_s:g} s"
+        for node in silent - self.left.keys():
+            reports[node] = PairReport(outcome=PairOutcome.TIMEOUT, detail=late)
         return reports
 
+    def _note_left(self, nodes: Iterable[str]) -> None:
+        """Record which of *nodes* are gone since an earlier look."""
+        alive = self._alive()
+        for node in nodes:
+            if node not in alive:
+                self.left.setdefault(node, self.step)
+
     def _test(self, pair: NodePair, reports: Mapping[str, PairReport]) -> PairTest:
-        a, b = (reports[node] for node in pair)
+        a, b = (self._report(node, reports) for node in pair)
         outcome = _joint_outcome(a.outcome, b.outcome)
-        texts = [f"{node}: {reports[node].detail}" for node in pair if reports[node].detail]
+        named = zip(pair, (a, b), strict=True)
+        texts = [f"{node}: {report.detail}" for node, report in named if report.detail]
         if texts:
             self.details[pair] = "; ".join(texts)
         return PairTest(
@@ -267,6 +279,10 @@ class _Coordinator:
             sweep=self._settings.sweep,
             t_us=self._clock.now_us(),
         )
+
+    def _report(self, node: str, reports: Mapping[str, PairReport]) -> PairReport:
+        why = "it left the sweep" if node in self.left else ""
+        return reports.get(node, PairReport(outcome=PairOutcome.UNKNOWN, detail=why))
 
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> None:
         end_ns = self._clock.mono_ns() + round(limit_s * NS_PER_S)

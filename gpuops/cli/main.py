@@ -5,7 +5,6 @@ imports neither torch nor SQLAlchemy.
 """
 
 import errno
-import importlib
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 import click
 
 from gpuops import __version__
+from gpuops.cli.lazy_group import LazyGroup
 from gpuops.errors import EXIT_INTERNAL, EXIT_USAGE, GpuopsError
 from gpuops.log import printable, setup
 
@@ -60,26 +60,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpuops")
 @click.option("--config", "config_file", type=click.Path(), help="Configuration file (TOML).")
 @click.option("--verbose", is_flag=True, help="Log more on standard error.")

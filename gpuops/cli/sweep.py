@@ -13,6 +13,7 @@ from gpuops.agent.launch.job_token import given_token, own_token, own_token_file
 from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import NodePair
 from gpuops.burnin.schedule import ALL_PAIRS_MAX
+from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import (
     FiniteRange,
     command_words,
@@ -54,22 +55,22 @@ def _buffer_size(text: str) -> int:
     return size
 
 
-class _SweepGroup(click.Group):
-    """The commands that read the store, whose modules no participant of a sweep has to import."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return ["history", "show"]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        from gpuops.cli import sweep_show
-
-        known = cmd_name in self.list_commands(ctx)
-        command: click.Command | None = getattr(sweep_show, cmd_name) if known else None
-        return command
+# Participants of a sweep need no store, whose modules these import.
+_STORE_COMMANDS = {
+    "history": (
+        "gpuops.cli.sweep_show:history",
+        "Name the nodes and links that fail more often than the fleet over many sweeps.",
+    ),
+    "show": (
+        "gpuops.cli.sweep_show:show",
+        "Show a recorded sweep: its matrix, what it names, and by which figures.",
+    ),
+}
 
 
 @click.group(
-    cls=_SweepGroup,
+    cls=LazyGroup,
+    lazy=_STORE_COMMANDS,
     invoke_without_command=True,
     epilog="Example: gpuops sweep --hosts gpu[001-016]",
 )

@@ -1,6 +1,5 @@
 """``gpuops ckpt``: list, show, verify, keep, remove and convert the states of jobs."""
 
-import importlib
 import importlib.util
 import json
 
@@ -13,6 +12,7 @@ from gpuops.cli.ckpt.address import (
     needs_extra,
     open_states,
 )
+from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import json_option
 from gpuops.errors import UsageError
 from gpuops.model import envelope
@@ -31,39 +31,23 @@ _LAZY_COMMANDS = {
 }
 
 
-class _LazyGroup(click.Group):
-    """A group with commands that are imported when they are called."""
+class _CkptGroup(LazyGroup):
+    """Shows what is installed, and says which extra a command needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        there = [name for name, (target, _) in _LAZY_COMMANDS.items() if _is_installed(target)]
-        return sorted([*super().list_commands(ctx), *there])
+        missing = {name for name, (target, _) in self.lazy.items() if not _is_installed(target)}
+        return [name for name in super().list_commands(ctx) if name not in missing]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _LAZY_COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        module, _, attribute = _LAZY_COMMANDS[cmd_name][0].partition(":")
         with needs_extra(f"gpuops ckpt {cmd_name}"):
-            command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(ctx):
-            command = super().get_command(ctx, name)
-            summary = (
-                _LAZY_COMMANDS[name][1] if command is None else command.get_short_help_str(limit=80)
-            )
-            rows.append((name, summary))
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            return super().get_command(ctx, cmd_name)
 
 
 def _is_installed(target: str) -> bool:
     return importlib.util.find_spec(target.partition(":")[0]) is not None
 
 
-@click.group(cls=_LazyGroup, epilog="Example: gpuops ckpt ls /scratch/ck1")
+@click.group(cls=_CkptGroup, lazy=_LAZY_COMMANDS, epilog="Example: gpuops ckpt ls /scratch/ck1")
 def ckpt() -> None:
     """List, verify, keep, remove and convert checkpoints.
 

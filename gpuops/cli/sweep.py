@@ -273,9 +273,10 @@ def _lead_step(
 ) -> int:
     with node.locked(node.name) as me:
         result, found = leader.lead_step(place, me, environ())
-        code = _report(node, result, start_us, as_json=as_json)
-        node.settle(found, start_us)
-    return code
+        try:
+            return _report(node, result, start_us, as_json=as_json)
+        finally:
+            node.settle(found, start_us)  # also if nobody can read the result
 
 
 def _over_ssh(

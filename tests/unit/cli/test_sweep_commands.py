@@ -1,16 +1,19 @@
 """``gpuops sweep show``, ``sweep history`` and ``node show``: sweeps out of the store."""
 
+import contextlib
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from support.command import command_here
 from support.stories import Teller, envelopes, pair
 from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
 
 from gpuops.burnin.pairs import node_pair
-from gpuops.cli.main import run_command
+from gpuops.cli.sweep import _lead_step
 from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
 from gpuops.cli.sweep_show import known_pairs
 from gpuops.config.resolve import environ, resolve
@@ -20,21 +23,13 @@ from gpuops.model import Entity, EntityKind, Finding, Status
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.spool.format import LineEncoder, decode_line
+from gpuops.sweep.coordinator import SweepResult
 from gpuops.units import iso_utc
 
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Return a function that runs one command line: (exit code, standard output, error)."""
-    monkeypatch.setenv("GPUOPS_STORE", f"sqlite:///{tmp_path / 'store.db'}")
-    monkeypatch.setenv("GPUOPS_SPOOL", str(tmp_path / "spool"))
-
-    def command(*args):
-        code = run_command(list(args))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+    return command_here(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -297,3 +292,51 @@ def test_a_node_has_its_last_sweep_and_what_it_said(call, put):
     assert body["sweep"]["sweep"] == "5a3e"
     assert [test["outcome"] for test in body["sweep"]["tests"]] == ["fail"] * 3
     assert [item["entity"]["id"] for item in body["sweep"]["findings"]] == ["n3"]
+
+
+class FirstNode:
+    """The node that leads a sweep, without a gate."""
+
+    name, is_recorded = "n1", False
+
+    def __init__(self):
+        self.context = SimpleNamespace(clock=FakeClock())
+        self.settled = []
+
+    @contextlib.contextmanager
+    def locked(self, name):
+        yield name
+
+    def settle(self, found, _start_us):
+        self.settled += found
+
+
+class Leader:
+    """Finds that the node fails."""
+
+    def lead_step(self, _place, _me, _env):
+        result = SweepResult(
+            sweep="s1",
+            nodes=("n1", "n2"),
+            missing={},
+            unfit={},
+            tests=(),
+            details={},
+            verdicts=(),
+            findings=(),
+            share_tested=1.0,
+        )
+        return result, ["n1 fails"]
+
+
+def test_a_result_that_nobody_can_read_keeps_no_node_from_its_gate(monkeypatch):
+    node = FirstNode()
+    with open("/dev/full", "w") as full:  # noqa: PTH123 a device
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(OSError, match="No space"):
+            _lead_step(Leader(), node, None, 0, as_json=True)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+    assert node.settled == ["n1 fails"]

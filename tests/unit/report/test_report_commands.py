@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from support.command import command_here
 from support.history import T0, a_killed_run, record_run
 
-from gpuops.cli.main import run_command
 from gpuops.host.clock import FakeClock
 from gpuops.store.events import new_event
 from gpuops.store.spool.record import spool_recorder
@@ -41,16 +41,7 @@ INCIDENT_KEYS = {
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Return a function that runs one command line: (exit code, standard output, error)."""
-    monkeypatch.setenv("GPUOPS_STORE", f"sqlite:///{tmp_path / 'store.db'}")
-    monkeypatch.setenv("GPUOPS_SPOOL", str(tmp_path / "spool"))
-
-    def command(*args):
-        code = run_command(list(args))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+    return command_here(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture

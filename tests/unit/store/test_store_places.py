@@ -4,8 +4,8 @@ import json
 import os
 
 import pytest
+from support.command import command_here
 
-from gpuops.cli.main import run_command
 from gpuops.errors import StoreUnreachableError
 from gpuops.store.engine import open_store
 from gpuops.store.migrate import upgrade_store
@@ -13,14 +13,7 @@ from gpuops.store.migrate import upgrade_store
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GPUOPS_SPOOL", str(tmp_path / "spool"))
-
-    def command(*args):
-        code = run_command(list(args))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+    return command_here(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("mode", ["read", "write"])

@@ -38,10 +38,7 @@ class BurninTest:
 
 _ALL = (
     BurninTest(name="gemm", about="matrix products: rate, and the same bits"),
-    BurninTest(
-        name="hbm",
-        about="memory bandwidth: copy and triad",
-    ),
+    BurninTest(name="hbm", about="memory bandwidth: copy and triad"),
     BurninTest(
         name="links",
         about="copies between the host, its NUMA nodes and GPUs; kernel launches",

@@ -39,7 +39,7 @@ def node_list(nodes: Sequence[NodeRow]) -> str:
         )
         for item in nodes
     ]
-    head = ("node", "last act", "last check", "open", "last seen", "cluster")
+    head = ("node", "last state", "last check", "open", "last seen", "cluster")
     return table(head, rows, right=(3,))
 
 
@@ -70,7 +70,7 @@ def history_text(history: NodeHistory, burnin: BurninRow | None, sweep: NodeSwee
 
 
 def _heading(node: NodeRow) -> list[str]:
-    done = f"last act: {node.state}" if node.state else "never drained by gpuops"
+    done = f"last state: {node.state}" if node.state else "never drained by gpuops"
     check = f"last check: {node.verdict}" if node.verdict else "never checked"
     times = f"seen from {date_time(node.first_seen_us)} to {date_time(node.last_seen_us)}"
     return [one_line(f"node {node.name} of cluster {node.cluster}: {done}; {check}"), times]

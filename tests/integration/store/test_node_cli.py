@@ -112,7 +112,7 @@ def test_a_nodes_history_is_told_to_people_without_control_characters(site):
     said = site.gpuops("node", "show", "n1").stdout
 
     for words in (
-        "node n1 of cluster default: last act: drained; last check: fail",
+        "node n1 of cluster default: last state: drained; last check: fail",
         "gpu_lost, gpu GPU-1 (3 times): GPU 0 is lost",
         "by gpuops, job 17: gpuops:FAIL gpu_lost GPU-1",
         "1  gpu GPU-1: gpu_hw.fell_off_bus",

@@ -160,7 +160,7 @@ def coordinate(
             details=coordinator.details,
             verdicts=verdicts,
             findings=tuple(findings),
-            share_tested=share_tested(fit, settings.tested | {test.nodes for test in tests}),
+            share_tested=share_tested(fit, settings.tested | _measured(tests)),
         )
     finally:
         coordinator.end()
@@ -288,6 +288,10 @@ class _Coordinator:
         end_ns = self._clock.mono_ns() + round(limit_s * NS_PER_S)
         while not condition() and self._clock.mono_ns() < end_ns:
             self._pause(_POLL_S)
+
+
+def _measured(tests: Iterable[PairTest]) -> frozenset[NodePair]:
+    return frozenset(test.nodes for test in tests if test.outcome is not PairOutcome.UNKNOWN)
 
 
 def _joint_outcome(a: PairOutcome, b: PairOutcome) -> PairOutcome:

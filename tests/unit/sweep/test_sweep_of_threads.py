@@ -195,6 +195,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_round_is_named_and_not_convicted(
     assert {test.outcome for test in of_n2} == {PairOutcome.UNKNOWN}
     assert {test.outcome for test in result.tests if test not in of_n2} == {PairOutcome.PASS}
     assert all("n2: it left the sweep" in result.details[test.nodes] for test in of_n2)
+    assert result.share_tested == 3 / 6
     assert result.verdicts == ()
     (found,) = result.findings
     assert (found.entity.id, found.status) == ("n2", Status.UNKNOWN)

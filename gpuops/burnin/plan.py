@@ -5,7 +5,7 @@ patterns find most, so that they get most). The time of a process start is not i
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -14,6 +14,9 @@ from gpuops.errors import UsageError
 from gpuops.hostlist import compress
 
 TEST_S_MIN = 0.2
+# Programs of others that the test ``tools`` runs, and the test that is DCGM's.
+TOOLS = ("all_reduce_perf", "nvbandwidth", "fio", "ib_write_bw")
+DIAGNOSTIC = "dcgm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,12 @@ _ALL = (
         about="a file on each local disk: direct I/O and fsync, read back",
         on_parts=False,
     ),
+    BurninTest(
+        name="tools",
+        about="nccl-tests, nvbandwidth, fio and ib_write_bw, where installed",
+        on_parts=False,
+    ),
+    BurninTest(name=DIAGNOSTIC, about="NVIDIA's own diagnostic, level 3", on_parts=False),
 )
 TESTS: Mapping[str, BurninTest] = MappingProxyType({test.name: test for test in _ALL})
 # Names that users may know of, with what to say.
@@ -71,21 +80,26 @@ _LATER = MappingProxyType(
     {"golden": "the kernels with exact answers come with the corruption checks of a later release"}
 )
 _TEN = {"gemm": 4, "hbm": 2, "links": 1, "collectives": 2, "host": 1}
+_THIRTY = {**_TEN, "patterns": 6, "soak": 5, "disk": 2, "tools": 2}
 TIERS: Mapping[str, tuple[float, Mapping[str, float]]] = MappingProxyType(
     {
         "10m": (600.0, _TEN),
-        "30m": (1800.0, {**_TEN, "patterns": 6, "soak": 5, "disk": 2}),
-        "60m": (3600.0, {**_TEN, "patterns": 12, "soak": 12, "disk": 3}),
+        "30m": (1800.0, _THIRTY),
+        "60m": (3600.0, {**_THIRTY, "patterns": 12, "soak": 12, "disk": 3, DIAGNOSTIC: 12}),
     }
 )
 
 
 def make_tests(
-    tier: str, only: Sequence[str] = (), duration_s: float | None = None
+    tier: str,
+    only: Sequence[str] = (),
+    duration_s: float | None = None,
+    absent: Collection[str] = (),
 ) -> tuple[BurninTest, ...]:
     """Return the tests of *tier* with their seconds; of all tests those in *only*, if given.
 
-    *duration_s*: the seconds of all tests together; default: the tier's.
+    *duration_s*: the seconds of all tests together; default: the tier's. *absent*: tests of the
+    tier that need what this node does not have.
 
     Raises:
         UsageError: There is no such test.
@@ -93,7 +107,8 @@ def make_tests(
     total_s, shares = TIERS[tier]
     for name in only:
         _check_name(name)
-    chosen = [test for test in _ALL if (test.name in only if only else test.name in shares)]
+    wanted = only or shares.keys() - set(absent)
+    chosen = [test for test in _ALL if test.name in wanted]
     weights = {test.name: shares.get(test.name, 1.0) for test in chosen}
     a_share_s = (duration_s or total_s) / sum(weights.values())
     return tuple(

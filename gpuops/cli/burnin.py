@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 
 import click
 
 from gpuops.burnin.baseline_file import load_baselines
 from gpuops.burnin.judge import PeerLimits
-from gpuops.burnin.plan import TIERS, BurninTest, make_tests
+from gpuops.burnin.plan import DIAGNOSTIC, TIERS, TOOLS, BurninTest, make_tests
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
 from gpuops.cli.check.text import findings_table
@@ -23,6 +24,7 @@ from gpuops.gate.drain import update_diagnostic
 from gpuops.gate.node_lock import node_lock
 from gpuops.gate.record import CheckOccasion, record_check_run, record_options
 from gpuops.host.clock import Clock, SystemClock
+from gpuops.host.process.command import find
 from gpuops.host.trust import check_folders, current_uid
 from gpuops.log import printable
 from gpuops.model import Status, envelope
@@ -90,7 +92,7 @@ def burnin(
     plan = counting_plan(build_request(settings, environ(), gpus=gpus))
     request = BurninRequest(
         plan=plan,
-        tests=make_tests(tier, names, duration),
+        tests=make_tests(tier, names, duration, _absent(settings)),
         asked=_asked(tier, names, duration, gpus),
         cpus=tuple(sorted(os.sched_getaffinity(0))),
         disks=local_disks(settings.root),
@@ -116,6 +118,13 @@ def burnin(
     if is_whole and check_run.verdict is Status.PASS:
         _keep_pass(request, check_run.start_us)
     return _EXIT_CODES.get(check_run.verdict, EXIT_OK)
+
+
+def _absent(settings: Settings) -> list[str]:
+    """Return the tests for which nothing is installed."""
+    has_tools = any(map(shutil.which, TOOLS))
+    has_diagnostic = find(settings.root, "dcgmi") is not None
+    return ["tools"] * (not has_tools) + [DIAGNOSTIC] * (not has_diagnostic)
 
 
 def _peer_limits(settings: Settings) -> PeerLimits:

@@ -14,12 +14,17 @@ from gpuops.burnin.baseline import floors_in_force
 from gpuops.burnin.baseline_file import Baseline, checked_baseline
 from gpuops.burnin.judge import JudgeTerms, PeerLimits, judge_test
 from gpuops.burnin.measurement import Measurement
-from gpuops.burnin.plan import BurninTest
+from gpuops.burnin.plan import DIAGNOSTIC, BurninTest
 from gpuops.burnin.results import ProgramOutput, SoftwareVersions
 from gpuops.checks.core.check import JudgeContext, not_judged
 from gpuops.checks.core.runner import CheckRun
 from gpuops.checks.core.silence import apply_silences
-from gpuops.gate.burnin_counters import CounterReading, new_errors, read_counters
+from gpuops.gate.burnin_counters import (
+    CounterReading,
+    diagnostic_plan,
+    new_errors,
+    read_counters,
+)
 from gpuops.gate.burnin_parts import PartsUnderTest, PartUnderTest, choose_parts
 from gpuops.gate.burnin_progress import (
     BurninProgress,
@@ -146,10 +151,15 @@ class Burnin:
         assert self._progress is not None
         chosen = parts.of(test)
         self.watcher.on_start(test, len(chosen))
-        outputs = self._outputs(test, chosen, parts)
+        findings, outputs = list[Finding](), list[ProgramOutput]()
+        if test.name == DIAGNOSTIC:
+            diagnostic = read_counters(diagnostic_plan(self.request.plan), self.clock, None)
+            findings += diagnostic.run.findings
+        elif chosen:
+            outputs = self._outputs(test, chosen, parts)
+            findings += judge_test(test, outputs, self._terms())
         for versions in (item for out in outputs for item in out.of(SoftwareVersions)):
             self.versions.update(versions.versions)
-        findings = judge_test(test, outputs, self._terms()) if chosen else []
         after = read_counters(self.request.plan, self.clock, before)
         findings += new_errors(before.run, after.run, test.name)
         tested = TestedTest(
@@ -231,10 +241,9 @@ class Burnin:
         if test.together:
             words = ("--rank", str(rank[0]), "--ranks", str(rank[1]), "--meet", str(meet))
             return (*words, "--node", self.request.node.id)
-        named = {
-            "disk": [("--folder", str(disk)) for disk in parts.disks],
-            "links": [("--gpu", gpu.visible_gpu) for gpu in parts.parts if gpu.visible_gpu],
-        }
+        disks = [("--folder", str(disk)) for disk in parts.disks]
+        gpus = [("--gpu", gpu.visible_gpu) for gpu in parts.parts if gpu.visible_gpu]
+        named = {"disk": disks, "links": gpus, "tools": gpus + disks}
         return [word for words in named.get(test.name, ()) for word in words]
 
     def result(self) -> CheckRun:

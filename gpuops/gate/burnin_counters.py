@@ -17,6 +17,7 @@ from gpuops.model import Entity, FailureClass, Finding, Status
 COUNTING = ("gpu_ecc", "nvlink_errors", "gpu_pcie_replays", "ib_errors", "pci_aer", "gpu_xid")
 # Nobody waits for a job to start: a reading that is late would hide errors that grew.
 READ_S = 60.0
+DIAGNOSTIC_S = 1800.0
 _BAD = (Status.WARN, Status.FAIL)
 _Key = tuple[str, Entity, FailureClass | None]
 
@@ -35,6 +36,23 @@ def counting_plan(request: CheckRequest) -> CheckPlan:
     )
     suite = replace(plan.suite, planned=kept, deadline_s=max(plan.suite.deadline_s, 2 * READ_S))
     return replace(plan, suite=suite)
+
+
+def diagnostic_plan(plan: CheckPlan) -> CheckPlan:
+    """Return *plan* with `dcgm_diag` only, at level 3, as the suite's file sets it otherwise.
+
+    DCGM's documentation gives level 3 less than 30 minutes.
+
+    Raises:
+        UsageError, ConfigError: See `gpuops.gate.session.make_plan`.
+    """
+    plan = make_plan(plan.request)
+    kept = tuple(
+        replace(item, parameters=replace(item.parameters, level=3), timeout_s=DIAGNOSTIC_S)
+        for item in plan.suite.planned
+        if item.check.name == "dcgm_diag"
+    )
+    return replace(plan, suite=replace(plan.suite, planned=kept, deadline_s=DIAGNOSTIC_S + READ_S))
 
 
 @dataclass(frozen=True, slots=True)

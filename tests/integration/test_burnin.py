@@ -558,3 +558,20 @@ def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
         if path.is_file()
     )
     assert lines.count("burnin.measured") == len(measured)
+
+
+@pytest.mark.parametrize(("status", "verdict"), [("Pass", Status.PASS), ("Fail", Status.FAIL)])
+def test_dcgm_runs_at_level_3_and_its_own_judge_decides(burnin, root, tmp_path, status, verdict):
+    result = {"entity_group": "GPU", "entity_id": 0, "status": status}
+    test = {"name": "memory", "results": [result], "test_summary": {"status": status}}
+    told = {"DCGM Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [test]}]}}
+    words = tmp_path / "words"
+    script = f"#!/bin/sh\necho $@ > {words}\ncat <<'END'\n{json.dumps(told)}\nEND\n"
+    root.write("usr/bin/dcgmi", script)
+    (root.path / "usr/bin/dcgmi").chmod(0o755)
+
+    made = burnin(lambda _test, _part: pytest.fail("no program"), (TESTS["dcgm"],))
+    found = [item for item in run(made).findings if item.check == "dcgm_diag"]
+
+    assert [item.status for item in found] == [verdict]
+    assert words.read_text() == "diag -r 3 -j\n"

@@ -26,6 +26,8 @@ from gpuops.host.process.inspect import descendants
 from gpuops.model import UnknownReason
 
 OUTPUT_BYTES_MAX = 8 * 2**20
+# Far more than a program prints that comes to its end.
+_ENDLESS_BYTES = 64 * 2**20
 _POLL_S = 0.02
 _KILLED_S = 0.5
 
@@ -56,11 +58,13 @@ def run_bounded(
     is_over: Callable[[], bool],
     *,
     pass_fds: Sequence[int] = (),
+    own_session: bool = True,
 ) -> CommandEnd | None:
     """Return how *argv* ended within *deadline_s*, None if *is_over* returned True first.
 
-    A command that cannot be started ends with 127, as in a shell. It inherits *pass_fds*. Call it
-    from any thread.
+    A command that cannot be started ends with 127, as in a shell; one that prints without
+    end is killed. It inherits *pass_fds*. Without *own_session* whoever
+    ends the group of this process ends it too. Call it from any thread.
     """
     with _memory_file("output") as output, _memory_file("errors") as errors:
         started_s = time.monotonic()
@@ -71,13 +75,17 @@ def run_bounded(
                 stdout=output,
                 stderr=errors,
                 env=dict(env),
-                start_new_session=True,
+                start_new_session=own_session,
                 pass_fds=pass_fds,
             )
         except (OSError, ValueError) as exc:
             return CommandEnd(exit_code=127, errors=str(exc).encode())
         ends_s = started_s + deadline_s
         while (code := process.poll()) is None and time.monotonic() < ends_s and not is_over():
+            if max(os.fstat(file.fileno()).st_size for file in (output, errors)) > _ENDLESS_BYTES:
+                _end(process)  # both are in memory
+                code = -signal.SIGKILL
+                break
             time.sleep(_POLL_S)
         if code is None:
             _end(process)

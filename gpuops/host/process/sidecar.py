@@ -5,6 +5,7 @@ import os
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -158,3 +159,8 @@ def report_and_detach(line: str) -> None:
     with open(os.devnull, "r+b") as null:  # noqa: PTH123 needs a descriptor
         for fd in (0, 1):
             os.dup2(null.fileno(), fd)
+
+
+if __name__ == "__main__":  # run a command that ends with the thread which started it
+    die_with_parent_thread()
+    os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 an argv, never a shell

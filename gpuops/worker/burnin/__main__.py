@@ -12,7 +12,7 @@ import torch
 
 from gpuops.burnin.results import ProgramEnd, Record, SoftwareVersions, to_line
 from gpuops.host.process.sidecar import die_with_parent
-from gpuops.worker.burnin import collectives, gemm, host, links, memory, soak
+from gpuops.worker.burnin import collectives, gemm, host, links, memory, soak, tools
 from gpuops.worker.burnin.program import DeviceUnderTest, Emit, open_device
 
 Run = Callable[[DeviceUnderTest, argparse.Namespace, Emit], None]
@@ -50,6 +50,9 @@ RUNS: Mapping[str, Run] = {
         device, options.seconds, emit, soak.reader_of(device)
     ),
     "disk": _disk,
+    "tools": lambda device, options, emit: tools.measure_tools(
+        device, (options.gpu, options.folder), options.seconds, emit
+    ),
 }
 
 

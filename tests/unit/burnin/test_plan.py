@@ -36,6 +36,14 @@ def test_only_takes_any_test_of_all_tiers():
     assert sum(test.seconds for test in tests) == pytest.approx(60)
 
 
+def test_what_is_not_installed_leaves_its_time_to_the_others_but_can_be_named():
+    tests = make_tests("60m", absent=("tools", "dcgm"))
+
+    assert {"tools", "dcgm"}.isdisjoint(test.name for test in tests)
+    assert sum(test.seconds for test in tests) == pytest.approx(3600)
+    assert [test.name for test in make_tests("60m", ("dcgm",), absent=("dcgm",))] == ["dcgm"]
+
+
 def test_a_test_has_a_least_time_however_short_the_duration():
     assert min(test.seconds for test in make_tests("10m", (), 0.01)) == 0.2
 

@@ -50,6 +50,14 @@ def passed_findings(tests: Iterable[PairTest], named: Iterable[Finding]) -> list
     ]
 
 
+def untested_findings(nodes: Iterable[str], why: str) -> list[Finding]:
+    """Return a ``skip`` for each of *nodes*, of which nothing was tested."""
+    return [
+        Finding(check=CHECK, entity=Entity(EntityKind.NODE, node), status=Status.SKIP, message=why)
+        for node in nodes
+    ]
+
+
 def unmeasured_findings(
     tests: Iterable[PairTest], left: Mapping[str, int] | None = None
 ) -> list[Finding]:

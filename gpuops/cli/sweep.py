@@ -1,8 +1,11 @@
 """``gpuops sweep``: test the nodes of a Slurm step, or hosts over ssh, in pairs."""
 
+import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -13,6 +16,7 @@ from gpuops.agent.launch.job_token import given_token, own_token, own_token_file
 from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import NodePair
 from gpuops.burnin.schedule import ALL_PAIRS_MAX
+from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import (
     FiniteRange,
@@ -22,7 +26,7 @@ from gpuops.cli.options import (
     settings_of,
 )
 from gpuops.cli.slurm import hook_context, scontrol_finder
-from gpuops.cli.sweep_node import SUITE, SweptNode
+from gpuops.cli.sweep_node import SUITE, SweptNode, warn
 from gpuops.cli.sweep_result import (
     check_run_of,
     print_round,
@@ -35,13 +39,15 @@ from gpuops.config.schema import to_size
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
 from gpuops.gate.record import record
+from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
 from gpuops.log import printable
-from gpuops.model import Status
+from gpuops.model import EntityKind, Json, Status
 from gpuops.slurm.env import job_of
-from gpuops.sweep.coordinator import SweepResult, SweepSettings
+from gpuops.sweep.coordinator import JOIN_S, SweepResult, SweepSettings
 from gpuops.sweep.session import SweepAddress, SweepLeader, take_part
+from gpuops.units import US_PER_S, format_seconds
 
 _SEED_BITS = 31
 _SIZE_BYTES_MAX = 2**40
@@ -116,6 +122,8 @@ _STORE_COMMANDS = {
 @click.option("--join", metavar="HOST:PORT", hidden=True)
 @click.option("--run-key", metavar="KEY", hidden=True)
 @click.option("--name", metavar="NODE", hidden=True)
+@click.option("--lead", metavar="NODES", type=click.IntRange(min=1), hidden=True)
+@click.option("--join-limit", "join_s", type=FiniteRange(0), default=JOIN_S, hidden=True)
 @json_option
 @click.pass_context
 def sweep(
@@ -135,6 +143,8 @@ def sweep(
     join: str | None,
     run_key: str | None,
     name: str | None,
+    lead: int | None,
+    join_s: float,
     as_json: bool,
 ) -> int:
     """Test nodes in pairs, and name the node or the link that is slow or fails.
@@ -160,7 +170,7 @@ def sweep(
         is_recorded=not no_record,
     )
     names = _hosts(hosts) if hosts is not None else () if step is None else step.nodes
-    leads = step is None or node.name == step.host
+    leads = lead is not None or (join is None and (step is None or node.name == step.host))
     leader = SweepLeader(
         settings=SweepSettings(
             sweep=secrets.token_hex(6),
@@ -169,17 +179,22 @@ def sweep(
             size_bytes=size,
             seconds=seconds,
             timeout_s=timeout_s,
-            tested=_tested(settings, names) if leads and seed is None else frozenset(),
+            tested=_tested(settings, lead or len(names)) if leads and seed is None else frozenset(),
             nightly=nightly,
             slow_percent=slow_percent,
+            join_s=join_s,
+            nodes_max=lead,
+            why_not=partial(_why_not, settings) if lead is not None else lambda _nodes: None,
         ),
         clock=node.context.clock,
-        on_round=print_round,
+        on_round=print_round if lead is None else lambda _number, _tests: None,
     )
     start_us = leader.clock.now_us()
     try:
         if join is not None:
-            return _take_part(node, _joined(join, run_key or ""), name or node.name)
+            place = _joined(join, run_key or "")
+            of_run = partial(_sweep_run, leader=leader if leads else None)
+            return (of_run if as_json else _take_part)(node, place, name or node.name)
         if step is not None:
             place = SweepAddress(host=step.host, port=step.port, run_key=step.run_key, token=token)
             if not leads:
@@ -239,8 +254,8 @@ def _hosts(text: str) -> tuple[str, ...]:
     return names
 
 
-def _tested(settings: Settings, names: Sequence[str]) -> frozenset[NodePair]:
-    if len(names) <= ALL_PAIRS_MAX:
+def _tested(settings: Settings, n_nodes: int) -> frozenset[NodePair]:
+    if n_nodes <= ALL_PAIRS_MAX:
         return frozenset()
     from gpuops.cli.sweep_show import known_pairs  # participants need no store
 
@@ -259,12 +274,50 @@ def _take_part(node: SweptNode, place: SweepAddress, name: str) -> int:
         return node.settle(take_part(place, me, environ()), start_us)
 
 
+def _sweep_run(node: SweptNode, place: SweepAddress, name: str, leader: SweepLeader | None) -> int:
+    """Take part in the sweep of a run, as its *leader* if given; print the findings about *name*.
+
+    The run decides what they mean: they go through no gate, and only the leader records the sweep.
+    """
+    start_us = node.context.clock.now_us()
+    with node.locked(name) as me:
+        if me.unfit is not None:
+            warn(f"{name} is not tested: {me.unfit}")
+        if leader is None:
+            found = take_part(place, me, environ())
+        else:
+            result, found = leader.lead_step(place, me, environ())
+            found = [*found, *(x for x in result.findings if x.entity.kind is EntityKind.SWITCH)]
+            if result.tests:
+                _record(node, result, start_us)
+    here = [item for item in found if item.entity.kind is EntityKind.NODE]
+    for item in found:
+        if item not in here or item.status <= Status.SKIP:
+            warn(f"{item.entity}: {item.status.word}: {item.message}")
+    click.echo(json.dumps({"findings": [item.to_json() for item in here]}))
+    return EXIT_OK
+
+
+def _why_not(settings: Settings, nodes: Collection[str]) -> str | None:
+    """Return why *nodes* of a run need no sweep, None if the last one of a node is too old."""
+    from gpuops.cli.sweep_show import known_pairs  # participants need no store
+
+    if len(nodes) < 2:
+        return "no other node came to test it with"
+    max_age_s = settings.values["burnin.sweep_max_age"].value
+    pairs = known_pairs(settings, SystemClock().now_us() - round(max_age_s * US_PER_S))
+    if not set(nodes).issubset(chain.from_iterable(pairs)):
+        return None
+    return f"all nodes were swept in the last {format_seconds(max_age_s)} (burnin.sweep_max_age)"
+
+
 def _joined(join: str, run_key: str) -> SweepAddress:
-    """Return where the sweep is that `_over_ssh` started; the token is on our input."""
+    """Return where the sweep is; its token is on our input, from a run in the environment."""
     host, _, port = join.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise UsageError(f"--join {join!r}: HOST:PORT is expected")
-    token = sys.stdin.readline(4096).strip()
+    token = sys.stdin.readline(4096).strip() or given_token(environ(), None, current_uid())
+    unset_environ("GPUOPS_TOKEN")
     return SweepAddress(host=host.strip("[]"), port=int(port), run_key=run_key, token=token)
 
 
@@ -294,8 +347,7 @@ def _over_ssh(
     return leader.lead_remote(address, ssh, words, environ())
 
 
-def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: bool) -> int:
-    """Record *result* and print it, which acts on no node; return the exit code."""
+def _record(node: SweptNode, result: SweepResult, start_us: int) -> tuple[Json, CheckRun]:
     context = node.context
     clock = context.clock
     check_run = check_run_of(result, node.name, (start_us, clock.now_us()))
@@ -309,6 +361,12 @@ def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: boo
         )
         if problem is not None:
             click.echo(problem, err=True)
+    return body, check_run
+
+
+def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: bool) -> int:
+    """Record *result* and print it, which acts on no node; return the exit code."""
+    body, check_run = _record(node, result, start_us)
     # Last: whoever does not read it, or has no space for it, loses no record.
     print_sweep(body, check_run, result.tests, as_json=as_json)
     return _EXIT_CODES.get(check_run.verdict, EXIT_OK)

@@ -60,7 +60,7 @@ class SweptNode:
         except BusyError as exc:
             return str(exc)
         if no_lock is not None:
-            _warn(f"another test of this node would not be noticed: no lock in {no_lock}")
+            warn(f"another test of this node would not be noticed: no lock in {no_lock}")
         if not self.is_checked:
             return None
         found = check_node(self.context.plan, self.context.clock).findings
@@ -82,14 +82,14 @@ class SweptNode:
         context, now_us = self.context, self.context.clock.now_us()
         node = Entity(EntityKind.NODE, self.name)  # over ssh the sweep may call it otherwise
         findings = apply_silences(
-            [replace(item, entity=node) for item in found],
+            [replace(item, entity=node) for item in found if item.entity.kind is EntityKind.NODE],
             silences=context.plan.silences,
             node=self.name,
             now_us=now_us,
         )
         for item in findings:
             if item.status is not Status.PASS:
-                _warn(f"{self.name}: {item.status.word}: {item.message}")
+                warn(f"{self.name}: {item.status.word}: {item.message}")
         if self.is_recorded and findings:
             check_run = CheckRun(
                 suite=SUITE,
@@ -117,5 +117,6 @@ class SweptNode:
         return [*result.problems, *decided]
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Write *text* on standard error."""
     click.echo(f"gpuops: {printable(text)}", err=True)

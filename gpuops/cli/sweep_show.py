@@ -87,12 +87,12 @@ def _pair_tests(rows: Iterable[PairTestRow]) -> Iterator[PairTest]:
         )
 
 
-def known_pairs(settings: Settings) -> frozenset[NodePair]:
-    """Return the pairs that sweeps of the last 90 days tested; reads the store for 10 s at most.
+def known_pairs(settings: Settings, since_us: int | None = None) -> frozenset[NodePair]:
+    """Return the pairs that sweeps since *since_us* tested (None: 90 days), in 10 s at most.
 
     None, and a line on standard error, if the store cannot be read: what sweeps are for goes on.
     """
-    since_us, cluster = parse_since(HISTORY_SINCE), settings.cluster
+    since_us = parse_since(HISTORY_SINCE) if since_us is None else since_us
     try:
         with (
             open_store(
@@ -100,7 +100,7 @@ def known_pairs(settings: Settings) -> frozenset[NodePair]:
             ) as store,
             store.begin() as connection,
         ):
-            return tested_pairs(connection, cluster, since_us, current_uid())
+            return tested_pairs(connection, settings.cluster, since_us, current_uid())
     except (StoreError, UsageError) as exc:
         why = f"this sweep does not know which pairs earlier ones tested: {exc}"
         click.echo(f"gpuops: {printable(why)}", err=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from gpuops.config.schema import Setting, to_text
+from gpuops.config.schema import DURATION_S_MAX, Setting, seconds_up_to, to_text
 
 BURNIN_TIERS = ("10m", "30m", "60m")
 
@@ -41,5 +41,11 @@ BURNIN_SETTINGS = (
     _burnin_setting("tier", to_tier, "10m", "which tests `gpuops burnin` runs, and how long"),
     _burnin_setting("peers_warn_percent", to_percent, 7.0, f"{_SLOWER} warns"),
     _burnin_setting("peers_fail_percent", to_percent, None, f"{_SLOWER} fails; unset: never"),
+    _burnin_setting(
+        "sweep_max_age",
+        seconds_up_to(DURATION_S_MAX),
+        86_400.0,
+        "`gpuops run --preflight sweep`: how old a node's last sweep may be; seconds, or as 24h",
+    ),
     _burnin_setting("ssh", to_text, "ssh -o BatchMode=yes", "how a sweep starts on other hosts"),
 )

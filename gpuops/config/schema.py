@@ -168,9 +168,9 @@ def parse_on_exhausted(text: str) -> str:
 
 
 def parse_preflight(text: str) -> str:
-    """Return ``off`` or ``quick``."""
-    if text not in ("off", "quick"):
-        raise ValueError("expected off or quick")
+    """Return ``off``, ``quick`` or ``sweep``."""
+    if text not in ("off", "quick", "sweep"):
+        raise ValueError("expected off, quick or sweep")
     return text
 
 
@@ -373,7 +373,7 @@ RUN_SETTINGS = (
         "health_gate", parse_switch, "on", "check a node before it joins and after each failure"
     ),
     _run_setting(
-        "preflight", parse_preflight, "off", "test a node under load before the first start: quick"
+        "preflight", parse_preflight, "off", "test nodes before the first start: quick, sweep, off"
     ),
     _run_setting(
         "grow_after",

@@ -14,7 +14,12 @@ from gpuops.burnin.schedule import (
     share_tested,
 )
 from gpuops.burnin.speed import speed_limits, with_speed
-from gpuops.burnin.sweep_findings import passed_findings, sweep_findings, unmeasured_findings
+from gpuops.burnin.sweep_findings import (
+    passed_findings,
+    sweep_findings,
+    unmeasured_findings,
+    untested_findings,
+)
 from gpuops.checks.core.check import CheckLimit
 from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
@@ -56,7 +61,9 @@ class SweepSettings:
     ``size_bytes`` (None: by the nodes' devices), ``seconds`` and ``timeout_s``: see
     `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested. ``floor``:
     of the bus bandwidth in GB/s. ``nightly``: the first round of confirmation tests all nodes.
-    ``slow_percent``: see `gpuops.burnin.speed.speed_limits`.
+    ``slow_percent``: see `gpuops.burnin.speed.speed_limits`. ``nodes_max``, where the nodes are not
+    known before: take part may whoever joins, up to so many. ``why_not`` gets the nodes that could
+    be tested, and says why they are not; None: they are.
     """
 
     sweep: str
@@ -70,6 +77,8 @@ class SweepSettings:
     nightly: bool = False
     floor: CheckLimit | None = None
     slow_percent: float | None = None
+    nodes_max: int | None = None
+    why_not: Callable[[Collection[str]], str | None] = lambda _nodes: None
 
     @property
     def round_s(self) -> float:
@@ -118,7 +127,7 @@ def coordinate(
     store.heartbeat(COORDINATOR_KEY, b"1", watch=COORDINATOR_KEY, seen_version=0, hold_s=0.0)
     try:
         joined = coordinator.gather(failed)
-        fit = {node: one for node, one in joined.items() if one.unfit is None}
+        fit = coordinator.choose(joined)
         domains = {node: one.domain for node, one in fit.items() if one.domain is not None}
         tests: tuple[PairTest, ...] = ()
         for one in first_rounds(fit, seed=settings.seed, tested=settings.tested, domains=domains):
@@ -185,11 +194,24 @@ class _Coordinator:
 
     def gather(self, failed: Callable[[], Mapping[str, str]]) -> dict[str, Participant]:
         """Return who has joined once all nodes have that can, or their time is over."""
-        expected = set(self._settings.expected)
-        self._wait(
-            lambda: self._alive().keys() | failed().keys() >= expected, self._settings.join_s
-        )
-        return {node: one for node, one in self._alive().items() if node in expected}
+        expected, nodes_max = set(self._settings.expected), self._settings.nodes_max
+
+        def are_all_here() -> bool:
+            here = self._alive().keys() | failed().keys()
+            return here >= expected if nodes_max is None else len(here) >= nodes_max
+
+        self._wait(are_all_here, self._settings.join_s)
+        joined = self._alive().items()
+        return {node: one for node, one in joined if nodes_max or node in expected}
+
+    def choose(self, joined: Mapping[str, Participant]) -> Mapping[str, Participant]:
+        """Return who is to be tested; tell them why, if nobody is."""
+        fit = {node: one for node, one in joined.items() if one.unfit is None}
+        why_not = self._settings.why_not(fit)
+        if why_not is None:
+            return fit
+        self.publish(untested_findings(fit, why_not))
+        return {}
 
     def run_round(self, one: SweepRound, joined: Mapping[str, Participant]) -> list[PairTest]:
         """Have the pairs of a round tested; return what came of each."""
@@ -207,13 +229,13 @@ class _Coordinator:
         return [self._test(pair, reports) for pair in one.pairs]
 
     def publish(self, findings: Iterable[Finding]) -> None:
-        """Write what was found about each node, for the node itself."""
+        """Write what was found about each node and its pairs, for the node itself."""
         by_node: dict[str, list[Json]] = {}
         for finding in findings:
-            by_node.setdefault(finding.entity.id, []).append(finding.to_json())
+            for node in finding.entity.id.split(","):
+                by_node.setdefault(node, []).append(finding.to_json())
         for node, found in by_node.items():
-            if node in self._settings.expected:
-                self._store.put(key(FINDING, node), json.dumps(found).encode())
+            self._store.put(key(FINDING, node), json.dumps(found).encode())
 
     def end(self) -> None:
         """Tell all participants that the sweep is over, and wait until they know."""

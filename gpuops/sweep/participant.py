@@ -46,7 +46,7 @@ def participate(
     hold_s: float = HOLD_S,
     coordinator_s: float = COORDINATOR_S,
 ) -> Sequence[Finding]:
-    """Take part until the sweep is over; return the findings about this node.
+    """Take part until the sweep is over; return the findings about this node and its pairs.
 
     *test_pair* gets the order, this node's name and address, and an exchange: called with a port it
     tells the partner where this node listens, called with None it returns the partner's address and

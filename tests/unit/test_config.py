@@ -124,6 +124,7 @@ def test_the_users_own_file_is_found_but_root_does_not_read_it(tmp_path):
         ({"GPUOPS_BURNIN_PEERS_WARN_PERCENT": "0"}, "burnin.peers_warn_percent.*above 0 and below"),
         ({"GPUOPS_BURNIN_PEERS_FAIL_PERCENT": "nan"}, "burnin.peers_fail_percent.*above 0 and"),
         ({"GPUOPS_BURNIN_PEERS_FAIL_PERCENT": "a lot"}, "burnin.peers_fail_percent.*percentage"),
+        ({"GPUOPS_BURNIN_SWEEP_MAX_AGE": "31d"}, "burnin.sweep_max_age = .31d.*up to 2.592e"),
         ({"GPUOPS_FUSE_WINDOW_S": "0"}, "gate.fuse_window_s = '0'.*up to 604800"),
         ({"GPUOPS_FUSE_WINDOW_S": "8d"}, "gate.fuse_window_s = '8d'.*up to 604800"),
         ({"GPUOPS_PERMIT_DEADLINE_S": "61"}, "gate.permit_deadline_s = '61'.*up to 60"),

@@ -52,6 +52,7 @@ from gpuops.agent.monitors.preflight import (
     PreflightGate,
     PreflightPlan,
 )
+from gpuops.agent.monitors.preflight_sweep import sweep_gate
 from gpuops.agent.monitors.progress import StepTracker
 from gpuops.agent.monitors.registry import MonitorContext, MonitorGroup, MonitorRegistry
 from gpuops.agent.status.published import PublishedSnapshot, busy_for_s, progress_of
@@ -147,7 +148,7 @@ def assemble(
         logs=logs,
         cancellation=launch.cancellation,
         current=CurrentAttempt(clock.mono_ns()),
-        preflight=_preflight_gate(launch, gpus, settings.root, view.record.generation),
+        preflight=_preflight_gate(launch, endpoint.address, gpus, settings, control),
         say=log.warning,
         agent_pid=os.getpid(),
         slurm_job_id=job,
@@ -414,12 +415,18 @@ def _leader_timeouts(launch: LaunchContext, gathered_s: float) -> LeaderTimeouts
 
 
 def _preflight_gate(
-    launch: LaunchContext, gpus: GpuMonitor, root: Path, generation: int
+    launch: LaunchContext,
+    address: str,
+    gpus: GpuMonitor,
+    settings: Settings,
+    control: ControlClient,
 ) -> PreflightGate:
-    gate, plan = _health_gate(launch, gpus, root), launch.request.plan
-    if generation > 0 or plan.preflight == "off":
+    gate, plan = _health_gate(launch, gpus, settings.root), launch.request.plan
+    if control.record.generation > 0 or plan.preflight == "off":
         return gate
-    burnin_plan = BurninPlan(env=launch.env, deadline_s=plan.preflight_deadline_s)
+    if plan.preflight == "sweep":
+        return sweep_gate(gate, plan, launch.env, address, settings.file, control)
+    burnin_plan = BurninPlan(env=launch.env, deadline_s=plan.preflight_limit_s)
 
     def burnin() -> PreflightCheck:
         return PreflightCheck(replace(burnin_plan, gpus=gpus.listed_uuids))

@@ -300,9 +300,10 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
     _both(
         group,
         "--preflight",
-        metavar="off|quick",
+        metavar="off|quick|sweep",
         help="Before the first start test each node under load, too: its GPUs, or its processors "
-        "(quick: 20 s); default: off.",
+        "(quick: 20 s), or the nodes in pairs, if the last sweep of one is older than the setting "
+        "burnin.sweep_max_age (sweep: minutes); default: off.",
     )
     _both(
         group,

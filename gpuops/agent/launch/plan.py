@@ -9,6 +9,7 @@ from gpuops.incident.decision import RestartPolicy
 
 # However seldom --monitor-interval asks for: a poll costs microseconds, and signals wait for it.
 LOOK_S_MAX = 1.0
+_SWEEP_SHARE = 0.8  # of the join timeout; the rest is for the health checks and the last call
 
 
 class EndpointKind(StrEnum):
@@ -82,7 +83,7 @@ class LaunchPlan:
     store_lost_s: float = 60.0  # without the control store for this long: exit 85
     gate: bool = True
     gate_deadline_s: float = 20.0
-    preflight: str = "off"  # or quick: a test under load before the first generation
+    preflight: str = "off"  # or quick, sweep: a test under load before the first generation
     preflight_deadline_s: float = 30.0
     grow_after_s: float | None = 300.0  # None: never
     drain_grace_s: float | None = None  # None: from Slurm's deadline, else 25 s
@@ -93,6 +94,15 @@ class LaunchPlan:
     local_address: str | None = None
     decide: str | None = None  # ``module:function`` of the site, which may overrule a decision
     checkpoints: CheckpointPlan = CheckpointPlan()
+
+    @property
+    def preflight_limit_s(self) -> float:
+        """Return how long the test before the first generation may take.
+
+        A sweep takes minutes, and its nodes must join before the others give up.
+        """
+        share_s = _SWEEP_SHARE * self.join_timeout_s
+        return share_s if self.preflight == "sweep" else self.preflight_deadline_s
 
     @property
     def gather_limits(self) -> GatherLimits:

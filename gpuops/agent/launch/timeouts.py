@@ -254,13 +254,14 @@ def _joining(plan: LaunchPlan, given: Mapping[str, str]) -> list[Timeout]:
         shown="off",
     )
     gates = [gate]
-    if plan.preflight != "off":
+    is_alone = plan.endpoint.kind is EndpointKind.PRIVATE
+    if plan.preflight == "quick" or (plan.preflight == "sweep" and not is_alone):
         what = "a node is tested under load before the first start"
         source = given.get("preflight", _DEFAULTS)
         gates.append(
-            Timeout(name="preflight", limit_s=plan.preflight_deadline_s, source=source, what=what)
+            Timeout(name="preflight", limit_s=plan.preflight_limit_s, source=source, what=what)
         )
-    if plan.endpoint.kind is EndpointKind.PRIVATE:
+    if is_alone:
         return gates
     default = LaunchPlan(restart_policy=plan.restart_policy, endpoint=plan.endpoint)
     parts = (

@@ -8,7 +8,7 @@ threads and a driver can hang. It is not recorded as a check of the node: its fi
 run's journal, and a failure of the job must not count against the node twice.
 
 ``--preflight=quick`` also tests the node under load before the first generation, by a short
-`gpuops burnin`, once the health check has passed.
+`gpuops burnin`, once the health check has passed. ``--preflight=sweep``: see `preflight_sweep`.
 
 A failed check excludes the node. A failure of gpuops itself, or a lack of permissions, never does:
 it would stop a training that torchrun would have started.
@@ -135,14 +135,14 @@ def _failed(failed: Sequence[Mapping[str, Any]], bad: tuple[str, ...]) -> Prefli
     )
 
 
-def judge_burnin(end: CommandEnd) -> PreflightResult:
-    """Return the result of a burn-in that ended as *end*: only a failed test excludes the node."""
+def judge_burnin(end: CommandEnd, what: str = "the burn-in") -> PreflightResult:
+    """Return the result of *what* that ended as *end*: only a failed test excludes the node."""
     if end.exit_code is None:
-        reason = f"the burn-in gave no answer in {end.seconds:.0f} s: the node joins"
+        reason = f"{what} gave no answer in {end.seconds:.0f} s: the node joins"
         return PreflightResult(passed=True, reason=reason)
     findings = _findings(end.output)
     if findings is None:
-        return PreflightResult(passed=True, reason=_no_result(end, "the burn-in"))
+        return PreflightResult(passed=True, reason=_no_result(end, what))
     bad = tuple(_short(item) for item in findings if _weight(item) > Status.SKIP)[:SHOWN_MAX]
     failed = [item for item in findings if _fails(item)]
     if failed:
@@ -248,6 +248,10 @@ class PreflightPlan:
         names = sorted(self.gpus) or _visible(self.env)
         return ["--gpus", ",".join(names)] if names else []
 
+    def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
+        """Return how the command ended, None if *is_over* returned True first."""
+        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
+
     def judge(self, end: CommandEnd) -> PreflightResult:
         """Return what the *end* of the command means."""
         has_device = bool(read_pci_gpus(self.root))
@@ -316,7 +320,7 @@ class PreflightCheck:
         result = PreflightResult(passed=True)
         for number in range(1, TRIES + 1):
             plan = self._plan
-            end = run_bounded(plan.argv(), plan.env, plan.deadline_s, self._cancelled.is_set)
+            end = plan.run(self._cancelled.is_set)
             if end is None:
                 return PreflightResult(passed=True, reason=f"{plan.what} was cancelled")
             result = replace(plan.judge(end), tries=number)
@@ -417,14 +421,22 @@ class HealthPreflight(PreflightGate):
 
 
 class BurninPreflight(PreflightGate):
-    """Tests a node that passes *gate* under load, too, but only once: its first workers wait."""
+    """Tests a node that passes *gate* under load, too, but only once: its first workers wait.
+
+    *news*: what is said before the test.
+    """
 
     def __init__(
-        self, gate: PreflightGate, make: Callable[[], PreflightCheck], info: Callable[[str], None]
+        self,
+        gate: PreflightGate,
+        make: Callable[[], PreflightCheck],
+        info: Callable[[str], None],
+        news: str = f"testing this node for {BURNIN_S:g} s before the first start",
     ) -> None:
         self._gate = gate
         self._make = make
         self._info = info
+        self._news = news
         self._check: PreflightCheck | None = None
         self._passed = False
 
@@ -439,7 +451,7 @@ class BurninPreflight(PreflightGate):
         if self._passed or not preflight.passed:
             return preflight
         if self._check is None:
-            self._info(f"testing this node for {BURNIN_S:g} s before the first start")
+            self._info(self._news)
             self._check = self._make()
             self._check.start()
         while (found := self._check.result()) is None:

@@ -44,6 +44,13 @@ def test_a_test_under_load_must_end_before_its_node_gives_up_joining():
     assert any("preflight" in problem.text for problem in ladder(*flags).problems)
 
 
+def test_a_sweep_has_most_of_the_time_in_which_nodes_must_join():
+    assert limits(ladder("--preflight=sweep", *SEVERAL))["preflight"] == 480.0
+    short = ladder("--preflight=sweep", "--rdzv-conf=join_timeout=60", *SEVERAL)
+    assert limits(short)["preflight"] == 48.0
+    assert "preflight" not in limits(ladder("--preflight=sweep", "-m", "train"))
+
+
 def test_one_node_has_no_peers_to_wait_for():
     assert "dead" not in limits(ladder("-m", "train"))
     assert ladder("--hang-timeout=10", "-m", "train").problems == ()

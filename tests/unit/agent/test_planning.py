@@ -64,7 +64,7 @@ def test_how_many_nodes_and_what_with_fewer(script, flags, low, high, spares, on
         (["--nnodes=4", "--on-exhausted=shrink", *C10D], "--on-exhausted=shrink: .* --min-nodes"),
         (["--hang-timeout=soon"], "--hang-timeout=soon: "),
         (["--health-gate=maybe"], "--health-gate=maybe: expected on or off"),
-        (["--preflight=on"], "--preflight=on: expected off or quick"),
+        (["--preflight=on"], "--preflight=on: expected off, quick or sweep"),
         (["--http=host:80"], "--http=host:80: "),
         (["--restart-exit-codes=0"], "--restart-exit-codes=0: "),
         (["--decide=policy"], "--decide=policy: "),

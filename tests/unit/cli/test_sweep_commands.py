@@ -13,7 +13,7 @@ from support.stories import Teller, envelopes, pair
 from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
 
 from gpuops.burnin.pairs import node_pair
-from gpuops.cli.sweep import _lead_step
+from gpuops.cli.sweep import _lead_step, _why_not
 from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
 from gpuops.cli.sweep_show import known_pairs
 from gpuops.config.resolve import environ, resolve
@@ -262,6 +262,31 @@ def test_a_sweep_knows_the_pairs_of_earlier_ones(call, put, known, capsys):
 
     assert known() == {("n0", "n1"), ("n0", "n2")}
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def why_not(call):
+    """Return a function that says why nodes of a run need no sweep, as its leader asks."""
+    return lambda *nodes: _why_not(resolve({}, environ(), is_root=False), nodes)
+
+
+def test_nodes_are_swept_before_a_run_unless_all_of_them_were_lately(why_not, put, monkeypatch):
+    hour_us = 3_600 * 10**6
+    put(events_of_sweep("old", SystemClock().now_us() - 23 * hour_us)[:2])
+
+    assert why_not("n0", "n1") == (
+        "all nodes were swept in the last 24 h 00 min (burnin.sweep_max_age)"
+    )
+    assert why_not("n0", "n1", "n2") is None
+    assert why_not("n0") == "no other node came to test it with"
+    monkeypatch.setenv("GPUOPS_BURNIN_SWEEP_MAX_AGE", "22h")
+    assert why_not("n0", "n1") is None
+
+
+def test_nodes_are_swept_where_the_store_cannot_be_read_and_that_is_said(why_not, capsys):
+    assert why_not("n0", "n1") is None
+
+    assert "does not know which pairs earlier ones tested: cannot open" in capsys.readouterr().err
 
 
 def test_without_a_store_no_pair_is_known_and_that_is_said(call, known, capsys):

@@ -4,8 +4,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
+from support.runs import wait_until
 
 from gpuops.burnin.blame import BlameKind
 from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
@@ -76,8 +78,7 @@ class Fleet:
         join_s: float = 30.0,
         expected: tuple[str, ...] = NODES,
         tested: frozenset[tuple[str, str]] = frozenset(),
-        *,
-        nightly: bool = False,
+        **how: Any,
     ) -> SweepResult:
         settings = SweepSettings(
             sweep="s1",
@@ -86,7 +87,7 @@ class Fleet:
             seconds=1.0,
             join_s=join_s,
             tested=tested,
-            nightly=nightly,
+            **how,
         )
         result = coordinate(
             self.store.new_handle(),
@@ -118,6 +119,59 @@ def test_four_healthy_nodes_test_all_pairs_and_name_nobody(fleet: Callable[..., 
     assert result.share_tested == 1
     told = {node: [(f.entity.id, f.status) for f in four.findings[node]] for node in NODES}
     assert told == {node: [(node, Status.PASS)] for node in NODES}
+
+
+def test_whoever_comes_to_a_run_is_swept_and_the_bad_one_alone_is_convicted(
+    fleet: Callable[..., Fleet],
+) -> None:
+    three = fleet("n2")
+    three.join("n1", "n2", "n3")
+    result = three.sweep(expected=(), nodes_max=3)
+    assert result.nodes == ("n1", "n2", "n3")
+    assert result.missing == {}
+    told = {
+        node: [(f.entity.id, f.status) for f in found] for node, found in three.findings.items()
+    }
+    assert told == {
+        "n1": [("n1", Status.PASS)],
+        "n2": [("n2", Status.FAIL)],
+        "n3": [("n3", Status.PASS)],
+    }
+
+
+def test_a_run_whose_nodes_do_not_all_come_is_swept_without_them(
+    fleet: Callable[..., Fleet],
+) -> None:
+    some = fleet()
+    some.join("n1", "n2")
+    wait_until(lambda: len(some.store.list(key(ALIVE, ""))) == 2)
+    result = some.sweep(join_s=0.1, expected=(), nodes_max=8)
+    assert [test.nodes for test in result.tests] == [("n1", "n2")]
+
+
+def test_nodes_that_need_no_sweep_are_told_why_and_nothing_is_tested(
+    fleet: Callable[..., Fleet],
+) -> None:
+    four, asked = fleet(), list[Collection[str]]()
+
+    def why_not(nodes: Collection[str]) -> str:
+        asked.append(sorted(nodes))
+        return "swept an hour ago"
+
+    four.join(*NODES)
+    result = four.sweep(expected=(), nodes_max=4, why_not=why_not)
+    assert asked == [list(NODES)]
+    assert (result.tests, four.tester.done) == ((), [])
+    told = {node: [(f.status, f.message) for f in found] for node, found in four.findings.items()}
+    assert told == {node: [(Status.SKIP, "swept an hour ago")] for node in NODES}
+
+
+def test_both_ends_of_a_bad_link_are_told_of_it(fleet: Callable[..., Fleet]) -> None:
+    four = fleet(("n1", "n2"))
+    four.join(*NODES)
+    four.sweep()
+    told = {node: [f.entity.id for f in found] for node, found in four.findings.items()}
+    assert told == {"n1": ["n1,n2", "n1"], "n2": ["n1,n2", "n2"], "n3": ["n3"], "n4": ["n4"]}
 
 
 def test_successive_sweeps_draw_untested_pairs_and_a_nightly_one_uses_idle_nodes(

@@ -92,6 +92,9 @@ def parse_baseline(
         baseline = from_json(Baseline, head, where)
     except ValueError as exc:
         raise ConfigError(str(exc)) from exc
+    for name in ("nodes_min", "results_min"):
+        if getattr(baseline, name) < 1:
+            raise ConfigError(f"{where}: {name} = {getattr(baseline, name)}: at least 1 is needed")
     if not baseline.shape or (base is not None and base.shape != baseline.shape):
         text = f"{where}: its shape is {baseline.shape!r}"
         its_base = "" if base is None else f", and that of {base.name!r}, its base, {base.shape!r}"

@@ -70,7 +70,7 @@ def judge_test(
     test: BurninTest, outputs: Sequence[ProgramOutput], terms: JudgeTerms
 ) -> list[Finding]:
     """Return the findings about *test*: each fault, else one for each kind of measurement."""
-    findings = list(_programs(test, outputs))
+    findings = [*_programs(test, outputs), *_diagnostics(test, outputs, terms.node)]
     findings += _wrong_results(test, outputs)
     findings += _digests(test, outputs, terms.node)
     measured = [item for output in outputs for item in output.of(Measurement)]
@@ -102,6 +102,23 @@ def _programs(test: BurninTest, outputs: Iterable[ProgramOutput]) -> Iterator[Fi
                 message=shown(text) + more,
                 unknown_reason=output.reason or UnknownReason.CRASH,
             )
+
+
+def _diagnostics(
+    test: BurninTest, outputs: Iterable[ProgramOutput], node: Entity
+) -> Iterator[Finding]:
+    """Yield a finding for each result of NCCL: ``[OK]``, or ``[INFO]`` for what needs a review."""
+    for text in (text for output in outputs for text in output.diagnostics):
+        is_good = text.startswith("[OK]")
+        yield Finding(
+            check=test.check,
+            entity=node,
+            status=Status.PASS if is_good else Status.WARN,
+            source="NCCL user guide, Active Diagnostics",
+            message=f"NCCL diagnostics: {shown(text)}",
+            failure_class=None if is_good else FailureClass.GPU_DIAGNOSTIC,
+            hardware_reported=not is_good,
+        )
 
 
 def wrong_class(part: Entity) -> FailureClass:

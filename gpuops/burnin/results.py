@@ -121,12 +121,14 @@ def parse_line(line: bytes) -> Record:
 class ProgramOutput:
     """What one program printed about ``part``, and what went wrong with the program itself.
 
+    ``diagnostics``: the results of NCCL's own diagnostics, which NCCL prints among the records.
     ``garbage``: lines that are no record. ``reason`` and ``problem``: why it did not come to its
     end; None if it did.
     """
 
     part: Entity
     records: list[Record] = field(default_factory=list)
+    diagnostics: list[str] = field(default_factory=list)
     garbage: int = 0
     reason: UnknownReason | None = None
     problem: str = ""
@@ -136,7 +138,10 @@ class ProgramOutput:
         try:
             record = parse_line(line)
         except ValueError:
-            self.garbage += bool(line.strip())
+            _, is_nccl, text = line.partition(b"NCCL DIAG ")
+            if text.startswith(b"[") and len(self.diagnostics) < RECORDS_MAX:
+                self.diagnostics.append(text.decode(errors="replace"))
+            self.garbage += bool(line.strip() and not is_nccl)
             return
         if len(self.records) < RECORDS_MAX:
             self.records.append(record)

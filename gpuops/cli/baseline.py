@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import click
@@ -131,15 +132,17 @@ def _learn(
     ctx: click.Context, store: str | None, since_us: int, shape: str | None, least: tuple[int, int]
 ) -> Learned:
     """Return what the store says; what people should know about it goes to standard error."""
-    cluster = settings_of(ctx).cluster
+    measured = partial(passed_measurements, cluster=settings_of(ctx).cluster, since_us=since_us)
+    nothing = "nothing to learn from: the store has no burn-in of root's that passed since then"
     with open_history(ctx, store, None) as opened:
         with opened.begin() as connection:
-            results = passed_measurements(
-                connection, cluster=cluster, since_us=since_us, shape=shape
+            found = learn(
+                measured(connection, shape=shape), nodes_min=least[0], results_min=least[1]
             )
-            found = learn(results, nodes_min=least[0], results_min=least[1])
+            if shape is not None and not found.floors and not found.remarks:
+                shapes = ", ".join(sorted({repr(row.shape) for row in measured(connection)}))
+                nothing += f" of the shape {shape!r} (it has: {shapes or 'none'})"
         print_notes(opened)
-    nothing = "nothing to learn from: the store has no burn-in of root's that passed since then"
     for text in found.remarks or (() if found.floors else (nothing,)):
         click.echo(f"gpuops: {printable(text)}", err=True)
     return found

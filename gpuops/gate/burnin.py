@@ -48,6 +48,8 @@ START_S = 180.0
 _LATE = 2.0
 # No number of threads or kernel may depend on the load: the bits of a product would.
 _STEADY = {"MKL_DYNAMIC": "FALSE", "OMP_DYNAMIC": "FALSE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# NCCL 2.31 and later test the paths between the GPUs as they begin, and print what they found.
+_DIAGNOSE = {"NCCL_RUN_DIAGNOSTICS": "1"}
 
 Command = Callable[[BurninTest, PartUnderTest, Sequence[str]], Sequence[str]]
 
@@ -293,7 +295,7 @@ class Burnin:
 
 def _environment(environ: Mapping[str, str], visible_gpus: str | None) -> Mapping[str, str]:
     gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus} if visible_gpus else {}
-    return {**environ, **_STEADY, **gpu}
+    return {**environ, **_STEADY, **_DIAGNOSE, **gpu}
 
 
 def _add_end(output: ProgramOutput, end: ParallelEnd) -> None:

@@ -19,6 +19,7 @@ from gpuops.burnin.plan import TESTS
 from gpuops.burnin.results import (
     Measurement,
     ProgramEnd,
+    ProgramOutput,
     ResultDigest,
     WrongResult,
     to_line,
@@ -575,3 +576,32 @@ def test_dcgm_runs_at_level_3_and_its_own_judge_decides(burnin, root, tmp_path, 
 
     assert [item.status for item in found] == [verdict]
     assert words.read_text() == "diag -r 3 -j\n"
+
+
+REPORT = """NCCL DIAG === NCCL Diagnostics ===
+NCCL DIAG [OK]   p2p: verified P2P access in both directions between every GPU pair
+n1:7 NCCL DIAG [INFO] p2p: only 52/56 GPU-to-GPU peer accesses passed verification
+NCCL DIAG NCCL diagnostics completed in 245.3 ms across 8 ranks
+"""
+
+
+def test_the_diagnostics_of_nccl_are_asked_for_and_told(burnin):
+    asks = f"print({REPORT!r} if os.environ['NCCL_RUN_DIAGNOSTICS'] == '1' else 'no')"
+    made = burnin(lambda _test, part: says(*healthy(part), first=asks), cpus=(0,))
+    found = [item for item in run(made).findings if "NCCL" in item.message]
+
+    assert [(item.status, item.entity, item.failure_class) for item in found] == [
+        (Status.PASS, NODE, None),
+        (Status.WARN, NODE, FailureClass.GPU_DIAGNOSTIC),
+    ]
+    assert found[1].message == (
+        "NCCL diagnostics: [INFO] p2p: only 52/56 GPU-to-GPU peer accesses passed verification"
+    )
+
+
+def test_lines_of_nccls_diagnostics_are_no_garbage():
+    output = ProgramOutput(NODE)
+    for line in REPORT.encode().splitlines():
+        output.add_line(line)
+
+    assert (output.garbage, len(output.diagnostics)) == (0, 2)

@@ -124,10 +124,13 @@ def test_several_shapes_are_named_and_one_is_learned_at_a_time(site):
     site.burn_in(3, shape="EPYC 9654 x 192")
 
     both = site.gpuops("learn")
+    none = site.gpuops("learn", "--shape", "nonsense")
     one = site.gpuops("learn", "--shape", "EPYC 9654 x 192")
 
     assert both.returncode == EXIT_USAGE
     assert "name one with --shape: 'EPYC 9654 x 192', 'h100-sxm'" in both.stderr
+    assert (none.returncode, none.stdout) == (EXIT_TRY_LATER, "")
+    assert "of the shape 'nonsense' (it has: 'EPYC 9654 x 192', 'h100-sxm')" in none.stderr
     assert 'shape = "EPYC 9654 x 192"' in one.stdout
     assert "inherits" not in one.stdout
 

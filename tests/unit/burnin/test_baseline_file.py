@@ -129,6 +129,8 @@ def test_of_two_for_one_shape_none_is_used(folders):
         ("colour = 1", r"unknown key colour|colour"),
         ('verified = "yes"', "verified of the baseline .* must be true or false, got 'yes'"),
         ("nodes_min = true", "nodes_min of the baseline .* must be a whole number"),
+        ("nodes_min = -5", r"the baseline .*\.toml: nodes_min = -5: at least 1 is needed"),
+        ("results_min = 0", r"the baseline .*\.toml: results_min = 0: at least 1 is needed"),
         ('inherits = "h200"', "there is no baseline|h200"),
         ("floor = 3", r"write each as a table \[\[floor\]\]"),
         (QUOTED + "colour = 1", "floor 1 of the baseline .*colour"),

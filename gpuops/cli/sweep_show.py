@@ -69,7 +69,7 @@ def show(ctx: click.Context, sweep_id: str, store: str | None, *, as_json: bool)
 def _no_sweep(sweep_id: str, known: Iterable[SweepRow]) -> str:
     newest = ", ".join(f"{row.payload.get('sweep')} ({date_time(row.t_us)})" for row in known)
     if not newest:
-        return "the store holds no sweep yet; `gpuops sweep` makes one"
+        return "the store holds no sweep with a test yet; `gpuops sweep` makes one"
     return f"the store knows no sweep {sweep_id!r}; the newest are {newest}"
 
 

@@ -1,11 +1,13 @@
 """Programs of a burn-in that print planted results at once, in the real commands' processes."""
 
 SITE = """
-import os, sys
+import os, sys, time
 words = sys.orig_argv
 if "gpuops.worker.burnin" in words:
     from gpuops.burnin.results import Measurement, ProgramEnd, WrongResult, to_line
     from gpuops.model import Entity, EntityKind
+    if os.environ["PLANTED"] == "late":  # as torch may be on a cold disk
+        time.sleep(600)
     test = words[words.index("gpuops.worker.burnin") + 1]
     kind, _, name = words[words.index("--part") + 1].partition(":")
     about = {"test": test, "part": Entity(EntityKind(kind), name)}
@@ -19,12 +21,14 @@ if "gpuops.worker.burnin" in words:
     os._exit(0)
 if "run" in words:  # whether the burn-in ends in time is no matter of these tests
     from gpuops.agent.launch.plan import LaunchPlan
-    LaunchPlan.__init__.__kwdefaults__["preflight_deadline_s"] = 90.0
+    LaunchPlan.__init__.__kwdefaults__["preflight_deadline_s"] = (
+        5.0 if os.environ["PLANTED"] == "late" else 90.0
+    )
 """
 
 
 def plant(folder, planted):
-    """Return the environment in which burn-ins give *planted* results: ``right`` or ``wrong``."""
+    """Return the environment in which burn-ins are *planted*: ``right``, ``wrong`` or ``late``."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SITE)
     return {"PYTHONPATH": str(folder), "PLANTED": planted}

@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gpuops.errors import UsageError
@@ -19,14 +20,14 @@ class RemoteCommands:
     errors: dict[str, str] = field(default_factory=dict)
 
     def failures(self) -> Mapping[str, str]:
-        """Return which hosts' processes ended badly by now, and what they said."""
+        """Return which hosts' processes have ended by now, with which code, and what they said."""
         for host, process in self.processes.items():
-            if host not in self.errors and process.poll() not in (None, 0, 1):
+            if host not in self.errors and process.poll() is not None:
                 self.errors[host] = _last_line(process)
         return self.errors
 
     def close(self) -> None:
-        """Wait shortly for their end, then kill them."""
+        """Wait shortly for their end, then kill them; `failures` must not be called any more."""
         end_s = time.monotonic() + _SSH_END_S
         for process in self.processes.values():
             try:
@@ -34,7 +35,9 @@ class RemoteCommands:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.failures()
+            for stream in filter(None, (process.stdin, process.stderr)):
+                with suppress(OSError):  # what it did not read
+                    stream.close()
 
 
 def start_remote(
@@ -77,7 +80,8 @@ def start_remote(
 
 def _last_line(process: subprocess.Popen[bytes]) -> str:
     assert process.stderr is not None
-    text = process.stderr.read(65_536).decode("utf-8", errors="replace")
+    os.set_blocking(process.stderr.fileno(), False)  # a connection that ssh shares keeps it open
+    text = (process.stderr.read(65_536) or b"").decode("utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ending = f"exited with code {process.returncode}"
     return f"{ending}: {lines[-1][:200]}" if lines else ending

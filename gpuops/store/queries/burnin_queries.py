@@ -189,13 +189,16 @@ def last_sweep(connection: Connection, cluster: str, node: str) -> NodeSweep | N
 
 
 def sweeps(connection: Connection, cluster: str, sweep_id: str | None = None) -> list[SweepRow]:
-    """Return the last sweeps in *cluster*, or those called *sweep_id*; of anybody, newest first."""
+    """Return the last sweeps in *cluster* with a test, or those called *sweep_id*, newest first."""
     event = schema.events.c
     query = select(event.t_us, event.origin_uid.label("uid"), event.payload)
     query = query.where(event.kind == SWEEP_ENDED, event.cluster == cluster)
-    if sweep_id is not None:
-        named = f'"sweep":{json.dumps(sweep_id)}'  # as canonical JSON has it
-        query = query.where(type_coerce(event.payload, Text).contains(named, autoescape=True))
+    # As canonical JSON has it.
+    text = type_coerce(event.payload, Text)
+    if sweep_id is None:
+        query = query.where(text.not_like('%"n_tests":0,%'))
+    else:
+        query = query.where(text.contains(f'"sweep":{json.dumps(sweep_id)}', autoescape=True))
     query = query.order_by(event.t_us.desc(), event.id.desc()).limit(_SWEEPS_MAX)
     return [SweepRow(**row) for row in connection.execute(query).mappings()]
 

@@ -79,13 +79,27 @@ def test_a_store_without_sweeps_and_one_that_does_not_answer(call, put, tmp_path
     put([])
     code, out, err = call(*command)
     assert (code, out) == (64, "")
-    assert err == "gpuops: the store holds no sweep yet; `gpuops sweep` makes one\n"
+    assert err == "gpuops: the store holds no sweep with a test yet; `gpuops sweep` makes one\n"
 
     code, out, err = call(*command, "--store", f"sqlite:///{tmp_path}/typo/gpuops.db")
     assert (code, out) == (75, "")
     assert (
         f"cannot open the store sqlite:///{tmp_path}/typo/gpuops.db: there is no such file" in err
     )
+
+
+def test_a_sweep_that_tested_nothing_does_not_hide_the_last_that_did(call, put):
+    empty = {**a_sweep()[0], "n_tests": 0}
+    later = [FakeClock(T0_US + number) for number in range(1, 8)]
+    events = [
+        event
+        for number, clock in enumerate(later, 1)
+        for event in sweep_events({**empty, "sweep": f"e{number}"}, (), "n0", clock)
+    ]
+    put([*events_of_sweep(), *events])
+
+    assert json.loads(call("sweep", "show", "--json")[1])["sweep"] == "5a3e"
+    assert json.loads(call("sweep", "show", "e3", "--json")[1])["sweep"] == "e3"
 
 
 def test_an_id_that_is_not_known_is_an_error_that_names_the_newest(call, put):
@@ -154,6 +168,30 @@ def test_an_ssh_that_is_not_there_leaves_no_server(call):
     assert (code, out) == (64, "")
     assert err == "gpuops: --ssh: cannot start /nonexistent/ssh: No such file or directory\n"
     assert set(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(1, "exited with code 1: gpuops: not found"), (0, "exited with code 0: gpuops: not found")],
+)
+def test_a_host_whose_command_ends_at_once_is_not_waited_for(call, code, text):
+    ssh = f"sh -c 'echo gpuops: not found >&2; exit {code}'"
+    found = call("sweep", "--hosts", "127.0.0.1,127.0.0.2", "--ssh", ssh, "--no-record", "--json")
+
+    assert found[0] == 3
+    assert json.loads(found[1])["missing"] == dict.fromkeys(("127.0.0.1", "127.0.0.2"), text)
+
+
+def test_a_connection_that_ssh_keeps_open_for_later_delays_nothing(call):
+    ssh = "sh -c 'sleep 300 & echo $! >&2; exit 1'"
+    found = call("sweep", "--hosts", "127.0.0.1,127.0.0.2", "--ssh", ssh, "--no-record", "--json")
+    missing = json.loads(found[1])["missing"].values()
+    for text in missing:
+        process = psutil.Process(int(text.removeprefix("exited with code 1: ")))
+        assert process.is_running()  # it holds the output that ssh leaves
+        process.kill()
+
+    assert (found[0], len(missing)) == (3, 2)
 
 
 def test_a_sweep_too_large_for_an_event_keeps_its_worst_findings():

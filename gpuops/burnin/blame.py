@@ -13,13 +13,13 @@ what remains is judged again. So a healthy node that met two bad ones is not bla
   blamed. The same for a leaf switch, if its nodes pass below it and fail with all others.
 * **inconclusive**: a test failed, and the tests do not say more.
 
-With several rails, each rail is judged alone. That only another partner can convict is oci-hpc's
+That only another partner can convict is oci-hpc's
 and cluster-health-scanner's rule; the numbers are judgement, simulated by
 ``tests/benchmarks/bench_sweep_sim.py``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from gpuops.burnin.pair_graph import PairGraph
@@ -47,7 +47,6 @@ class BlameVerdict:
     """What the tests in ``evidence`` (the bad ones) name, and why, for people.
 
     ``entity`` is a node, a pair (``a,b``: a host list) or a switch (a leaf's name, or `FABRIC`).
-    ``rails``: on which rails; empty where nodes have one.
     """
 
     kind: BlameKind
@@ -55,7 +54,6 @@ class BlameVerdict:
     status: Status
     why: str
     evidence: tuple[PairTest, ...]
-    rails: tuple[int, ...] = ()
 
 
 def blame(
@@ -66,14 +64,8 @@ def blame(
     Slow tests must be marked before (`gpuops.burnin.speed`). *domains*: the leaf switch of each
     node, where known.
     """
-    found: dict[tuple[BlameKind, Entity], BlameVerdict] = {}
-    for rail, graph in _graphs(tests).items():
-        for verdict in _blame_one(graph, domains or {}):
-            rails = () if rail is None else (rail,)
-            key = (verdict.kind, verdict.entity)
-            found[key] = _joined(replace(verdict, rails=rails), found.get(key))
-    order = list(BlameKind)
-    return tuple(sorted(found.values(), key=lambda v: (-v.status, order.index(v.kind), v.entity)))
+    found, order = _blame_one(PairGraph(tests), domains or {}), list(BlameKind)
+    return tuple(sorted(found, key=lambda v: (-v.status, order.index(v.kind), v.entity)))
 
 
 def open_questions(
@@ -86,36 +78,22 @@ def open_questions(
     each passed with two others; then the pair is tested once more. So do the nodes that failed with
     a blamed one that passed with somebody: perhaps it met two bad ones.
     """
-    suspects: dict[str, int] = {}
-    repeat: dict[NodePair, None] = {}
-    trust: dict[str, int] = {}
-    met: dict[str, set[str]] = {}
-    for graph in _graphs(tests).values():
-        blamed, unexplained = _attributed(graph, domains or {})
-        for pair in unexplained:
-            if _is_to_repeat(graph, pair):
-                repeat[pair] = None
-        unsure = [other for node in blamed if graph.passed[node] for other in graph.failed[node]]
-        ends = [end for pair in unexplained for end in pair]
-        for node in dict.fromkeys([*blamed, *ends, *unsure]):
-            if _needs_partner(graph, node, is_blamed=node in blamed):
-                suspects[node] = len(graph.failed[node]) - len(graph.passed[node])
-        for node in graph.nodes:
-            met.setdefault(node, set()).update(graph.passed[node], graph.failed[node])
-            trust[node] = min(trust.get(node, _PARTNERS), _trust(graph, node, blamed))
+    graph = PairGraph(tests)
+    blamed, unexplained = _attributed(graph, domains or {})
+    unsure = [other for node in blamed if graph.passed[node] for other in graph.failed[node]]
+    ends = [end for pair in unexplained for end in pair]
+    suspects = {
+        node: len(graph.failed[node]) - len(graph.passed[node])
+        for node in dict.fromkeys([*blamed, *ends, *unsure])
+        if _needs_partner(graph, node, is_blamed=node in blamed)
+    }
+    trust = {node: _trust(graph, node, blamed) for node in graph.nodes}
     return OpenQuestions(
         suspects=tuple(sorted(suspects, key=lambda node: (-suspects[node], node))),
-        repeat=tuple(repeat),
+        repeat=tuple(pair for pair in unexplained if _is_to_repeat(graph, pair)),
         partners={node: worth for node, worth in trust.items() if worth > -_PARTNERS},
-        met=met,
+        met={node: graph.passed[node] | graph.failed[node] for node in graph.nodes},
     )
-
-
-def _graphs(tests: Iterable[PairTest]) -> dict[int | None, PairGraph]:
-    rails: dict[int | None, list[PairTest]] = {}
-    for test in tests:
-        rails.setdefault(test.rail, []).append(test)
-    return {rail: PairGraph(group) for rail, group in rails.items()}
 
 
 def _attributed(
@@ -241,15 +219,6 @@ def _verdict(
     kinds = {BlameKind.NODE: EntityKind.NODE, BlameKind.FABRIC: EntityKind.SWITCH}
     entity = Entity(kinds.get(kind, EntityKind.PAIR), name)
     return BlameVerdict(kind=kind, entity=entity, status=status, why=why, evidence=tuple(evidence))
-
-
-def _joined(new: BlameVerdict, old: BlameVerdict | None) -> BlameVerdict:
-    """Return one verdict of two rails: the worse, with the evidence of both."""
-    if old is None:
-        return new
-    worse = max(old, new, key=lambda verdict: verdict.status)
-    evidence, rails = old.evidence + new.evidence, old.rails + new.rails
-    return replace(worse, evidence=evidence, rails=tuple(sorted(rails)))
 
 
 def _names(nodes: Iterable[str]) -> str:

@@ -7,8 +7,8 @@ of all pairs, are corrected for their number by Holm's method (Scandinavian Jour
 1979). One look at a healthy fleet names one with a probability of at most `ALPHA`.
 
 The base rate of a node or pair is that of all other trials, plus one failure, so that it is never
-0. What is named explains its trials; the rest is asked again. A trial is one sweep of one pair,
-over all rails: it counts for the pair and both nodes. A repair of a node forgets its trials before.
+0. What is named explains its trials; the rest is asked again. A trial is one sweep of one pair:
+it counts for the pair and both nodes. A repair of a node forgets its trials before.
 History warns; it drains nothing.
 """
 

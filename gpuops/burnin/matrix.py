@@ -101,10 +101,8 @@ def _worst_lines(
         rates = any(test.value is not None for test in tests)
         rate = f"  {_lowest(tests):.4g} {tests[0].unit}" if rates else ""
         n_bad = sum(test.outcome.is_bad for test in tests)
-        rails = sorted({str(t.rail) for t in tests if t.rail is not None and t.outcome.is_bad})
-        rail = f"  rail {', '.join(rails)}" if rails else ""
         word = worst[pair].value
-        lines.append(f"{','.join(pair)}  {word}{rate}  ({n_bad} of {len(tests)} tests){rail}")
+        lines.append(f"{','.join(pair)}  {word}{rate}  ({n_bad} of {len(tests)} tests)")
     if len(bad) > WORST_MAX:
         lines.append(f"and {len(bad) - WORST_MAX} more bad pairs")
     return lines

@@ -1,4 +1,4 @@
-"""The pair tests of one sweep and rail as a graph: who passed and who failed with whom."""
+"""The pair tests of one sweep as a graph: who passed and who failed with whom."""
 
 import heapq
 from collections import defaultdict

@@ -26,15 +26,13 @@ class PairOutcome(StrEnum):
 class PairTest:
     """One test of two nodes. ``nodes`` is sorted; ``value`` is a rate in ``unit``.
 
-    ``round`` counts from 0 within the sweep. ``rail``: the network adapter, by its number on both
-    nodes; None: the test used all of them, or there is one. ``t_us``: when it ended, by the
-    coordinator's clock.
+    ``round`` counts from 0 within the sweep. ``t_us``: when it ended, by the coordinator's
+    clock.
     """
 
     nodes: NodePair
     outcome: PairOutcome
     round: int = 0
-    rail: int | None = None
     value: float | None = None
     unit: str = "GB/s"
     sweep: str = ""

@@ -6,11 +6,6 @@ random pairs, whatever N; pairs that earlier sweeps have not tested come first. 
 switches) the first round stays below the leaves and the second crosses them. Then each suspect
 meets partners that passed, and a pair whose ends both passed is tested once more
 (`confirmation_round`).
-
-**Rails.** On nodes with several network adapters, a pair is tested on each rail, adapter *i* of
-both nodes, one rail after another within the round (`rail_tests`). All pairs are on the same rail
-at the same time, so that a slow switch of one rail slows no test of another one. One rail for each
-round would be shorter, and would leave a bad adapter untested in most sweeps.
 """
 
 import random
@@ -126,13 +121,6 @@ def confirmation_round(
 
         pairs += _exchanged(_adjacent(rest), rng, cost)
     return SweepRound(tuple(pairs), tuple(idle))
-
-
-def rail_tests(one: SweepRound, rails: Sequence[int]) -> Iterator[tuple[int | None, NodePair]]:
-    """Yield the rail and pair of each test of a round: all pairs on one rail, then on the next."""
-    for rail in rails or (None,):
-        for pair in one.pairs:
-            yield rail, pair
 
 
 def share_tested(nodes: Iterable[str], tested: Collection[NodePair]) -> float:

@@ -1,4 +1,4 @@
-"""Which pair tests of a sweep are slow: compared with the fleet's own median, and with a floor.
+"""Which pair tests of a sweep are slow: compared with the fleet's own median.
 
 A test is slow below ``median - max(5 %, 4 MAD)`` of the fleet's pairs; MAD is the median distance
 from the median. 5 % is the spread of healthy nodes in stas00/ml-engineering; the factor of 4 is
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpuops.burnin.pairs import PairOutcome, PairTest, is_same_domain
-from gpuops.checks.core.check import CheckLimit
 
 SHARE_MIN = 0.05
 MADS = 4
@@ -34,15 +33,13 @@ class SpeedLimit:
 def speed_limits(
     tests: Iterable[PairTest],
     *,
-    floor: CheckLimit | None = None,
     domains: Mapping[str, str] | None = None,
     slow_percent: float | None = None,
 ) -> dict[Level, SpeedLimit]:
     """Return the limits of pairs of one leaf, of two, and of those of which no leaf is known.
 
     They are of the *tests* that measured: those of a sweep's first rounds. A level with fewer than
-    three such pairs has the limit of all tests together; with fewer than three in all only *floor*
-    counts. *floor* is absolute, inclusive and in the unit of the tests; the higher limit counts.
+    three such pairs has the limit of all tests together; fewer than three in all have none.
     *slow_percent*: the site's own distance from the median, in the place of 5 % and 4 MAD.
     """
     groups: dict[Level, list[PairTest]] = {True: [], False: [], None: []}
@@ -52,9 +49,8 @@ def speed_limits(
     found = {}
     for level, group in groups.items():
         enough = group if len(group) >= PAIRS_MIN else measured
-        both = _relative(enough, slow_percent), _absolute(floor, enough)
-        if limits := [limit for limit in both if limit]:
-            found[level] = max(limits, key=lambda limit: limit.low)
+        if (limit := _relative(enough, slow_percent)) is not None:
+            found[level] = limit
     return found
 
 
@@ -100,12 +96,3 @@ def _relative(tests: Sequence[PairTest], slow_percent: float | None) -> SpeedLim
     text = f">= {low:.4g} {tests[0].unit} (median of {len(rates)} pairs: {median:.4g})"
     source = SOURCE if slow_percent is None else f"this sweep's median (slow-percent {share:.0%})"
     return SpeedLimit(low=low, text=text, source=source)
-
-
-def _absolute(floor: CheckLimit | None, tests: Sequence[PairTest]) -> SpeedLimit | None:
-    if floor is None:
-        return None
-    bound = max(bound for bound in (floor.warn, floor.fail) if bound is not None)
-    unit = tests[0].unit if tests else ""
-    low = math.nextafter(bound, math.inf)  # limits are inclusive: a rate at the floor is slow
-    return SpeedLimit(low=low, text=floor.text(">", unit), source=floor.source)

@@ -97,7 +97,6 @@ def _finding(
     is_slow = len(rates) == len(verdict.evidence)
     of_pair = (FailureClass.NETWORK_PAIR_SLOW, FailureClass.NETWORK_CONNECTION)
     slow, failed = of_node if verdict.kind is BlameKind.NODE else of_pair
-    rails = f" on rail {', '.join(map(str, verdict.rails))}" if verdict.rails else ""
     shown = limit if is_slow else None
     return Finding(
         check=CHECK,
@@ -107,7 +106,7 @@ def _finding(
         unit=verdict.evidence[0].unit if rates else None,
         threshold=shown.text if shown else "passes with two partners",
         source=shown.source if shown else _BLAME_SOURCE,
-        message=f"{'slow' if is_slow else 'failed'}{rails}: {verdict.why}",
+        message=f"{'slow' if is_slow else 'failed'}: {verdict.why}",
         failure_class=slow if is_slow else failed,
         shared_cause=verdict.kind is BlameKind.FABRIC,
     )

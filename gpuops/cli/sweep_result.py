@@ -130,7 +130,6 @@ def _test_json(test: PairTest) -> Json:
         "sweep": test.sweep,
         "round": test.round,
         "nodes": list(test.nodes),
-        "rail": test.rail,
         "outcome": test.outcome.value,
         "value": test.value,
         "unit": test.unit,

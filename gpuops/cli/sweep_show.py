@@ -79,7 +79,6 @@ def _pair_tests(rows: Iterable[PairTestRow]) -> Iterator[PairTest]:
             nodes=(row.node_a, row.node_b),
             outcome=PairOutcome(row.outcome),
             round=row.round,
-            rail=row.rail,
             value=row.value,
             unit=row.unit or "",
             sweep=row.sweep_id,

@@ -20,7 +20,6 @@ from gpuops.burnin.sweep_findings import (
     unmeasured_findings,
     untested_findings,
 )
-from gpuops.checks.core.check import CheckLimit
 from gpuops.control.store import ControlStore, Entry
 from gpuops.host.clock import Clock
 from gpuops.model import FailureClass, Finding, Json
@@ -59,10 +58,10 @@ class SweepSettings:
     """How to sweep. ``expected``: the nodes that should take part, ``join_s`` how long they have.
 
     ``size_bytes`` (None: by the nodes' devices), ``seconds`` and ``timeout_s``: see
-    `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested. ``floor``:
-    of the bus bandwidth in GB/s. ``nightly``: the first round of confirmation tests all nodes.
-    ``slow_percent``: see `gpuops.burnin.speed.speed_limits`. ``nodes_max``, where the nodes are not
-    known before: take part may whoever joins, up to so many. ``why_not`` gets the nodes that could
+    `gpuops.sweep.messages.PairOrder`. ``tested``: the pairs that earlier sweeps tested.
+    ``nightly``: the first round of confirmation tests all nodes. ``slow_percent``: see
+    `gpuops.burnin.speed.speed_limits`. ``nodes_max``, where the nodes are not known before: take
+    part may whoever joins, up to so many. ``why_not`` gets the nodes that could
     be tested, and says why they are not; None: they are.
     """
 
@@ -75,7 +74,6 @@ class SweepSettings:
     join_s: float = JOIN_S
     tested: frozenset[NodePair] = frozenset()
     nightly: bool = False
-    floor: CheckLimit | None = None
     slow_percent: float | None = None
     nodes_max: int | None = None
     why_not: Callable[[Collection[str]], str | None] = lambda _nodes: None
@@ -133,9 +131,7 @@ def coordinate(
         for one in first_rounds(fit, seed=settings.seed, tested=settings.tested, domains=domains):
             tests = (*tests, *coordinator.run_round(one, fit))
             on_round(coordinator.step, tests)
-        limits = speed_limits(
-            tests, floor=settings.floor, domains=domains, slow_percent=settings.slow_percent
-        )
+        limits = speed_limits(tests, domains=domains, slow_percent=settings.slow_percent)
         tests = tuple(with_speed(test, limits, domains) for test in tests)
         for number in range(CONFIRMATION_ROUNDS):
             one = confirmation_round(

@@ -65,7 +65,6 @@ class PairTestRow:
     round: int
     node_a: str
     node_b: str
-    rail: int | None
     outcome: str
     value: float | None
     unit: str | None

@@ -17,14 +17,13 @@ from gpuops.model import EntityKind, FailureClass, Status
 OUTCOMES = {"+": "pass", "-": "fail", "s": "slow", "t": "timeout", "?": "unknown"}
 
 
-def swept(*rounds, rail=None):
+def swept(*rounds):
     """Return tests of rounds like ``"a+b c-d"``: a passed with b, c failed with d."""
     return [
         PairTest(
             nodes=node_pair(text[0], text[2]),
             outcome=PairOutcome(OUTCOMES[text[1]]),
             round=number,
-            rail=rail,
             value=300.0 if text[1] == "s" else None,
         )
         for number, line in enumerate(rounds)
@@ -147,17 +146,6 @@ def test_what_did_not_measure_says_nothing():
     assert blame(tests) == ()
     (finding,) = unmeasured_findings(tests)
     assert (finding.entity.id, finding.status) == ("b", Status.UNKNOWN)
-
-
-def test_each_rail_is_judged_alone_and_named():
-    good = swept("x+a b+c d+e", "x+b a+d c+e", rail=0)
-    bad = swept("xsa b+c d+e", "xsb a+d c+e", rail=3)
-    worse = swept("x-a b+c d+e", "x-b a+d c+e", rail=4)
-
-    (one,) = blame([*good, *bad])
-    assert (one.entity.id, one.rails) == ("x", (3,))
-    (two,) = blame([*good, *worse, *bad])
-    assert (two.rails, len(two.evidence)) == ((3, 4), 4)
 
 
 def test_findings_have_the_class_of_what_was_seen():

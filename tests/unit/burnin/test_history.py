@@ -25,10 +25,8 @@ def sweeps(faults, n, *, nodes=NODES, seed=1):
     return tests
 
 
-def trial(a, b, outcome="pass", *, sweep="0", t_us=10, rail=None):
-    return PairTest(
-        nodes=node_pair(a, b), outcome=PairOutcome(outcome), sweep=sweep, t_us=t_us, rail=rail
-    )
+def trial(a, b, outcome="pass", *, sweep="0", t_us=10):
+    return PairTest(nodes=node_pair(a, b), outcome=PairOutcome(outcome), sweep=sweep, t_us=t_us)
 
 
 def named(tests, **kwargs):
@@ -102,8 +100,8 @@ def test_a_repair_starts_the_count_anew():
     assert named(tests, repaired_us={"n001": 95}) == {(EntityKind.NODE, "n000")}
 
 
-def test_rails_and_repeats_of_a_sweep_are_one_trial_and_unmeasured_tests_none():
-    one = [trial("a", "b", "fail", rail=rail) for rail in range(8)]
+def test_repeats_of_a_sweep_are_one_trial_and_unmeasured_tests_none():
+    one = [trial("a", "b", "fail") for _ in range(8)]
     rest = [trial("a", "c", sweep=str(n)) for n in range(9)]
     unmeasured = [trial("a", "d", "unknown", sweep=str(n)) for n in range(100)]
     many = [trial(f"x{n}", f"y{n}", sweep=str(s)) for n in range(30) for s in range(10)]

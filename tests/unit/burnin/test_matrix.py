@@ -5,9 +5,9 @@ from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
 from gpuops.burnin.schedule import first_rounds
 
 
-def pair_test(a, b, outcome="pass", value=None, rail=None):
+def pair_test(a, b, outcome="pass", value=None):
     nodes = node_pair(a, b)
-    return PairTest(nodes=nodes, outcome=PairOutcome(outcome), value=value, rail=rail)
+    return PairTest(nodes=nodes, outcome=PairOutcome(outcome), value=value)
 
 
 def test_each_pair_has_its_sign_on_both_sides_of_the_diagonal():
@@ -33,14 +33,6 @@ def test_each_pair_has_its_sign_on_both_sides_of_the_diagonal():
         "b,d  fail  (1 of 2 tests)",
         "a,b  slow  300 GB/s  (1 of 1 tests)",
     ]
-
-
-def test_the_rails_of_a_bad_pair_are_named():
-    tests = [pair_test("a", "b", "slow", 300.0 - rail, rail) for rail in (1, 3)]
-
-    assert matrix_lines([*tests, pair_test("a", "b", value=400.0, rail=0)])[-1] == (
-        "a,b  slow  297 GB/s  (2 of 3 tests)  rail 1, 3"
-    )
 
 
 def test_more_than_64_nodes_are_grouped_by_name():

@@ -13,7 +13,6 @@ from gpuops.burnin.schedule import (
     OpenQuestions,
     confirmation_round,
     first_rounds,
-    rail_tests,
     share_tested,
 )
 
@@ -171,14 +170,6 @@ def test_partners_are_of_the_own_leaf_and_of_another_one_in_turns():
     assert partner({"far1"}) == "near2"
     assert partner({"near1"}) == "far2"
     assert partner({"near1", "far1", "near2"}) == "far2"
-
-
-def test_all_pairs_of_a_round_are_on_one_rail_at_a_time():
-    one = first_rounds(names(4), seed=1)[0]
-
-    assert [rail for rail, _ in rail_tests(one, (0, 1))] == [0, 0, 1, 1]
-    assert [pair for _, pair in rail_tests(one, (0, 1))] == [*one.pairs, *one.pairs]
-    assert [rail for rail, _ in rail_tests(one, ())] == [None, None]
 
 
 @pytest.mark.parametrize("nodes", [("b", "a"), ("a", "a")])

@@ -8,7 +8,6 @@ import pytest
 from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
 from gpuops.burnin.schedule import first_rounds
 from gpuops.burnin.speed import speed_limits, with_speed
-from gpuops.checks.core.check import CheckLimit
 
 
 def measured(rates, **fields):
@@ -67,18 +66,6 @@ def test_the_limit_is_5_percent_below_the_median_of_a_quiet_fleet():
 
 def test_two_pairs_have_no_median_that_means_anything():
     assert slow(measured({"a b": 100.0, "c d": 50.0})) == set()
-
-
-def test_a_floor_counts_where_it_is_higher_and_names_its_source():
-    floor = CheckLimit(source="config", fail=96.0)
-    rates = {"a b": 100.0, "a c": 100.0, "b d": 96.0, "c d": 96.1}
-
-    assert slow(measured(rates), floor=floor) == {"b d"}
-    assert speed_limits(measured(rates), floor=floor)[None].source == "config"
-    assert speed_limits(measured({"a b": 90.0}), floor=floor)[None].text == "> 96 GB/s"
-    assert slow(measured({"a b": 90.0}), floor=floor) == {"a b"}
-    low = CheckLimit(source="config", fail=50.0)
-    assert "stas00" in speed_limits(measured(rates), floor=low)[None].source
 
 
 def test_a_site_may_say_how_far_below_the_median_is_slow():

@@ -40,6 +40,7 @@ COMMANDS = {
     "config": ("gpuops.cli.config:config", "Show or validate the settings in force."),
     "db": ("gpuops.cli.db:db", "Create, inspect and feed the incident store."),
     "demo": ("gpuops.cli.demo:demo", "Train, kill a rank, recover, report: here, in two minutes."),
+    "detect": ("gpuops.cli.detect:detect", "Find what slows or stops a job, in what it recorded."),
     "drill": ("gpuops.cli.drill:drill", "Break something on purpose, to see a run recover."),
     "facts": (
         "gpuops.cli.check.facts:facts",

@@ -66,6 +66,7 @@ def test_the_commands_are_frozen():
         "config",
         "db",
         "demo",
+        "detect",
         "drill",
         "facts",
         "incident",

@@ -1,0 +1,104 @@
+"""``gpuops detect``: find what slows or stops a job, in what it recorded."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+
+from gpuops.cli.options import json_option
+from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
+from gpuops.detect.recorder_dump import RankDump, parse_dump
+from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
+from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
+from gpuops.host.records import to_json
+from gpuops.log import printable
+from gpuops.model import envelope
+
+_EXIT_CODES = {HangKind.NOTHING: EXIT_OK, HangKind.ALL_IN: EXIT_UNKNOWN}
+# torch ends the names of its dumps with the rank; an ending may follow.
+_RANK = re.compile(r"([0-9]{1,7})(?:\.[A-Za-z]+)?\Z")
+
+
+@click.group(epilog="Example: gpuops detect replay flight_recorder/")
+def detect() -> None:
+    """Find what slows or stops a job, in what it recorded."""
+
+
+@detect.command(epilog="Example: gpuops detect replay flight_recorder_rank_*")
+@click.argument(
+    "paths", metavar="FILE|DIR...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Of the job; default: as dumps name them."
+)
+@json_option
+def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
+    """Say whom a hung job waits for, by the dumps of torch's flight recorder: one file a rank.
+
+    Dumps are pickles or JSON, of any job, also one that ran without gpuops; their names end with
+    the rank. A pickle is read as data: it cannot run anything. A rank that left no dump is named as
+    such.
+
+    Exit codes: 0 no collective is pending; 1 it says whom the job waits for; 3 it cannot be judged;
+    64 a mistake on the command line.
+    """
+    dumps, damaged = _read(_by_rank(paths))
+    hang = diagnose(dumps, ranks)
+    if as_json:
+        body = {**to_json(hang), "dumps": len(dumps), "damaged": damaged}
+        click.echo(json.dumps(envelope("gpuops.detect-replay/1", body), indent=2))
+    else:
+        click.echo("\n".join(map(printable, _lines(hang, len(dumps)))))
+    return EXIT_UNKNOWN if not dumps else _EXIT_CODES.get(hang.kind, EXIT_FAIL)
+
+
+def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in paths:
+        try:
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+        except OSError as exc:
+            raise UsageError(f"cannot list {path}: {exc.strerror}") from exc
+        for file in files:
+            named = _RANK.search(file.name)
+            if named is None and file != path:
+                continue
+            if named is None:
+                raise UsageError(f"{file}: its name must end with the rank, as rank_3 or 3.json")
+            rank = int(named[1])
+            if rank in found:
+                raise UsageError(f"{found[rank]} and {file} are both of rank {rank}")
+            found[rank] = file
+    if not found:
+        raise UsageError(
+            f"no file in {', '.join(map(str, paths))} has a name that ends with a rank"
+        )
+    return found
+
+
+def _read(files: dict[int, Path]) -> tuple[list[RankDump], dict[str, str]]:
+    """Return the dumps that can be read; what is wrong with others goes to standard error too."""
+    dumps, damaged = [], {}
+    for rank, file in sorted(files.items()):
+        try:
+            with file.open("rb") as opened:
+                dumps.append(parse_dump(read_dump(opened.read(BYTES_MAX + 1)), rank))
+        except (OSError, ValueError) as exc:
+            damaged[str(file)] = str(exc)
+            click.echo(f"gpuops: {printable(f'{file} is no dump: {exc}')}", err=True)
+    return dumps, damaged
+
+
+def _lines(hang: CollectiveHang, n_dumps: int) -> Iterable[str]:
+    named = f": rank {ranks_text(hang.ranks)}" if hang.ranks else ""
+    yield f"{hang.kind.value.replace('_', ' ')}{named}: {hang.why} ({n_dumps} dumps)"
+    call = hang.pending
+    if call is not None:
+        kind = "send or receive" if call.is_p2p else "call"
+        place = f" at {call.place}" if call.place else ""
+        who = f"rank {ranks_text(hang.waiting)} waits in" if hang.waiting else "pending:"
+        yield f"{who} {kind} {call.number} of group {call.group}: {call}{place}"
+    if hang.without_dump:
+        yield f"rank {ranks_text(hang.without_dump)} left no dump: nothing is known of it"

@@ -1,0 +1,41 @@
+"""Read a dump of torch's flight recorder, which is a pickle or JSON, as plain data.
+
+A dump is data of another process, perhaps of another site: nothing that a pickle names is called
+(`gpuops.convert.pickle_reader`).
+"""
+
+import json
+
+from gpuops.checkpoint.types import CheckpointError
+from gpuops.convert.pickle_reader import PickleDict, read_pickle
+
+BYTES_MAX = 256 * 2**20
+_PICKLE = b"\x80"
+# A dump is a table of entries, with lists of frames, which are tables.
+_DEPTH = 8
+
+
+def read_dump(data: bytes) -> object:
+    """Return the lists, dicts with text keys and scalars that *data* holds.
+
+    Raises:
+        ValueError: It is neither, holds more than data, or is larger than `BYTES_MAX`.
+    """
+    if len(data) > BYTES_MAX:
+        raise ValueError(f"it is larger than {BYTES_MAX >> 20} MiB")
+    try:
+        return _plain(read_pickle(data, ())) if data[:1] == _PICKLE else json.loads(data)
+    except (CheckpointError, ValueError) as exc:
+        raise ValueError(f"it is neither JSON nor a pickle of data: {exc}") from exc
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+
+
+def _plain(value: object, depth: int = _DEPTH) -> object:
+    """Return *value* as ``json`` would give it; what is nested deeper is left out."""
+    if isinstance(value, PickleDict):
+        named = value.by_name() if depth else {}
+        return {name: _plain(item, depth - 1) for name, item in named.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth - 1) for item in value] if depth else []
+    return value

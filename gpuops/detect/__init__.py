@@ -1,0 +1,8 @@
+"""Detect what slows or stops a job, from what its ranks recorded. Pure: no torch, no processes.
+
+`recorder_dump` reads the flight recorder of torch, one dump a rank, into a `RankDump`.
+`wait_graph` says of the dumps of a hung job which ranks the others wait for (`diagnose`).
+
+Nothing here reads a clock or a file: the same dumps always have the same verdict, whether an agent
+took them or ``gpuops detect replay`` reads them somewhere else.
+"""

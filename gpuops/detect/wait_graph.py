@@ -1,0 +1,224 @@
+"""Which ranks a hung job waits for, by the collectives that each rank called and completed. Pure.
+
+A rank that stands in a collective waits for those members of its group that have not called it yet;
+these may wait in another group for others. The ranks at the ends of all such chains are the ones to
+look at: they stand outside of any collective. A rank whose peers have completed what it has not is
+one as well: all have called it, its own device or process does not get on.
+
+Groups are compared by name and place in their order, as torch's own analysis does
+(torch.distributed.flight_recorder); that one compares pairs from the first rank on, this one
+follows the chains to their ends, over all groups.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpuops.detect.recorder_dump import CollectiveCall, RankDump
+from gpuops.hostlist import compress
+
+# Their inputs have the same sizes and types on all ranks, and nobody completes them alone.
+_EQUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "broadcast"})
+_NAMED_MAX = 8
+
+
+class HangKind(StrEnum):
+    """What the collectives say of a job."""
+
+    NOTHING = "nothing"  # no collective is pending, or no dump is there
+    MISMATCH = "mismatch"  # ranks called different operations at one place
+    STALLED = "stalled"  # peers completed what these did not
+    ABSENT = "absent"  # others wait in a collective that these have not called
+    DEADLOCK = "deadlock"  # each of these waits for another one
+    ALL_IN = "all_in"  # all have called what is pending: the network, or the next moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveHang:
+    """The ranks that the others wait for, and why.
+
+    ``without_dump``: ranks of the job that left no dump; nothing is known of them, so each may be
+    one of those. ``pending``: the collective in which most ranks wait; ``waiting`` are these ranks.
+    """
+
+    kind: HangKind
+    ranks: tuple[int, ...] = ()
+    without_dump: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+    pending: CollectiveCall | None = None
+    why: str
+
+
+def diagnose(dumps: Sequence[RankDump], n_ranks: int | None = None) -> CollectiveHang:
+    """Return whom a job of *n_ranks* waits for, by the *dumps* of its ranks.
+
+    *n_ranks*: default: as many as the dumps, and the groups that they name, know of. Dumps that are
+    taken one after another show a job that is still running as one that hangs; the caller knows
+    whether it does.
+    """
+    job = _Job(dumps, n_ranks)
+    kind, ranks, why = _verdict(job)
+    waiting = _most_waiting(job)
+    return CollectiveHang(
+        kind=kind,
+        ranks=tuple(sorted(ranks)),
+        without_dump=tuple(sorted(job.ranks - job.dumps.keys())),
+        waiting=tuple(sorted(waiting.keys() - set(ranks))),
+        pending=next(iter(waiting.values()), None),
+        why=why,
+    )
+
+
+def _verdict(job: "_Job") -> tuple[HangKind, Collection[int], str]:
+    if not job.pending:
+        return HangKind.NOTHING, (), "no collective is pending"
+    if odd := _mismatch(job):
+        return HangKind.MISMATCH, *odd
+    if stalled := job.stalled():
+        return HangKind.STALLED, stalled, "their peers completed what they only called"
+    if edges := job.edges():
+        return _ends_of_chains(job.dumps, edges)
+    return HangKind.ALL_IN, (), "all ranks have called what is pending"
+
+
+def _ends_of_chains(
+    known: Collection[int], edges: Mapping[int, set[int]]
+) -> tuple[HangKind, Collection[int], str]:
+    """Return the ranks that others wait for and that wait for nobody; else a ring of ranks."""
+    awaited = {other for others in edges.values() for other in others}
+    if absent := (awaited & set(known)) - edges.keys():
+        return HangKind.ABSENT, absent, "the others wait in a collective that they have not called"
+    if ring := _in_cycles({rank: others & edges.keys() for rank, others in edges.items()}):
+        return HangKind.DEADLOCK, ring, "each waits in one group for a rank that waits in another"
+    return HangKind.ABSENT, (), "the others wait for ranks that left no dump"
+
+
+def _most_waiting(job: "_Job") -> dict[int, CollectiveCall]:
+    """Return the ranks that wait in the collective in which most do, with their call."""
+    by_place: dict[tuple[str, int, bool], dict[int, CollectiveCall]] = defaultdict(dict)
+    for (rank, _), call in job.pending.items():
+        by_place[call.group, call.number, call.is_p2p][rank] = call
+    return max(by_place.values(), key=len, default={})
+
+
+class _Job:
+    """The calls of all ranks, by rank and group; ``pending``: the first incomplete one of each."""
+
+    def __init__(self, dumps: Iterable[RankDump], n_ranks: int | None) -> None:
+        self.dumps = {dump.rank: dump for dump in dumps}
+        self.calls: dict[tuple[str, int], dict[int, CollectiveCall]] = defaultdict(dict)
+        self.called: dict[str, dict[int, int]] = defaultdict(dict)
+        self.completed: dict[str, dict[int, int]] = defaultdict(dict)
+        self.open_ends: dict[int, list[CollectiveCall]] = defaultdict(list)
+        self._members: dict[str, set[int]] = defaultdict(set)
+        for rank, dump in self.dumps.items():
+            for group, ranks in dump.members.items():
+                self._members[group].update(ranks)
+            for call in dump.calls:
+                self._add(rank, call)
+        known = {rank for ranks in self._members.values() for rank in ranks} | self.dumps.keys()
+        self.ranks = known if n_ranks is None else set(range(n_ranks))
+        self.pending = self._first_incomplete()
+
+    def _add(self, rank: int, call: CollectiveCall) -> None:
+        self._members[call.group].add(rank)
+        if call.is_p2p:
+            if not call.is_complete:
+                self.open_ends[rank].append(call)
+            return
+        self.calls[call.group, call.number][rank] = call
+        called, completed = self.called[call.group], self.completed[call.group]
+        called[rank] = max(called.get(rank, -1), call.number)
+        if call.is_complete:
+            completed[rank] = max(completed.get(rank, -1), call.number)
+
+    def _first_incomplete(self) -> dict[tuple[int, str], CollectiveCall]:
+        found: dict[tuple[int, str], CollectiveCall] = {}
+        for (group, number), by_rank in sorted(self.calls.items()):
+            for rank, call in by_rank.items():
+                if not call.is_complete and number > self.completed[group].get(rank, -1):
+                    found.setdefault((rank, group), call)
+        for rank, calls in self.open_ends.items():
+            for call in calls:
+                found.setdefault((rank, f"{call.group} {call.operation} {call.peer}"), call)
+        return found
+
+    def members(self, group: str) -> list[int]:
+        """Return the ranks of *group*; the first group is that of all ranks."""
+        return sorted(self.ranks if group == "0" else self._members[group])
+
+    def edges(self) -> dict[int, set[int]]:
+        """Return for each rank that waits the ranks that it waits for."""
+        edges: dict[int, set[int]] = defaultdict(set)
+        for (rank, _), call in self.pending.items():
+            if call.is_p2p:
+                edges[rank] |= self._silent_peer(rank, call)
+                continue
+            edges[rank] |= self._behind(call)
+        return {rank: others for rank, others in edges.items() if others}
+
+    def _behind(self, call: CollectiveCall) -> set[int]:
+        called = self.called[call.group]
+        return {rank for rank in self.members(call.group) if called.get(rank, -1) < call.number}
+
+    def _silent_peer(self, rank: int, call: CollectiveCall) -> set[int]:
+        """Return the other end of a send or receive unless it has called its side of it."""
+        members = self.members(call.group)
+        if call.peer is None or call.peer >= len(members):
+            return set()
+        peer, own = members[call.peer], members.index(rank)
+        other = {"send": "recv", "recv": "send"}.get(call.operation)
+        ends = self.open_ends[peer]
+        is_met = any((x.group, x.operation, x.peer) == (call.group, other, own) for x in ends)
+        return set() if is_met else {peer}
+
+    def stalled(self) -> set[int]:
+        """Return the ranks that have not completed what all have called and a peer completed."""
+        return {
+            rank
+            for (rank, _), call in self.pending.items()
+            if not call.is_p2p
+            and max(self.completed[call.group].values(), default=-1) >= call.number
+            and not self._behind(call) & self.dumps.keys()
+        }
+
+
+def _mismatch(job: _Job) -> tuple[set[int], str] | None:
+    """Return the ranks that called something else than most at the first place where ranks differ.
+
+    Two signatures that as many ranks called: all of them, as nobody can say which is right.
+    """
+    places = {(call.group, call.number) for call in job.pending.values() if not call.is_p2p}
+    for place in sorted(places):
+        by_rank = job.calls[place]
+        counts = Counter(_signature(call) for call in by_rank.values())
+        if len(counts) < 2:
+            continue
+        (usual, votes), *others = counts.most_common()
+        is_tie = votes == others[0][1]
+        odd = {r for r, call in by_rank.items() if is_tie or _signature(call) != usual}
+        texts = sorted({str(call) for call in by_rank.values()})[:_NAMED_MAX]
+        return odd, f"call {place[1]} of group {place[0]} is {' or '.join(texts)}"
+    return None
+
+
+def _signature(call: CollectiveCall) -> tuple[object, ...]:
+    """Return what must be equal on all ranks of a group: sizes may differ for some operations."""
+    is_equal = call.operation.lstrip("_").removesuffix("_base") in _EQUAL
+    return (call.operation, call.sizes, call.dtypes) if is_equal else (call.operation,)
+
+
+def _in_cycles(edges: Mapping[int, Collection[int]]) -> set[int]:
+    """Return the ranks that somebody in *edges* waits for, again and again without those others."""
+    left = set(edges)
+    while True:
+        awaited = {other for rank in left for other in edges[rank]} & left
+        if awaited == left:
+            return left
+        left = awaited
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return *ranks* as ``0-3,8``."""
+    return compress(map(str, ranks)).strip("[]")

@@ -1,0 +1,107 @@
+"""``gpuops detect replay`` over dumps of torch's flight recorder: real ones, and damaged ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command import command_here
+from support.gloo_ranks import run_script
+from support.recorded_job import RecordedJob, four_by_four
+
+JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "recorded_hang.py"
+GROUPS, PROGRAMS = four_by_four()
+
+
+@pytest.fixture
+def gpuops(tmp_path, monkeypatch, capsys):
+    return command_here(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def dumps(tmp_path):
+    """Return a folder with the dumps of 16 ranks, of which 9 and 14 stopped."""
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    job = RecordedJob(GROUPS, PROGRAMS, stops_before={9: 2, 14: 2}).play()
+    for rank in PROGRAMS:
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(job.dump(rank))
+    return folder
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("hang", "kind", "ranks"), [("skip", "absent", [2]), ("cross", "deadlock", [2, 3])]
+)
+def test_a_real_hang_over_gloo_is_told_from_the_dumps_alone(tmp_path, gpuops, hang, kind, ranks):
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    env = {"DUMPS": str(folder), "HANG": hang}
+    codes = run_script(tmp_path, 4, JOB, "hang", env=env)
+    assert codes == [0] * 4, [path.read_text() for path in tmp_path.glob("log-*")]
+
+    code, out, err = gpuops("detect", "replay", "--json", *map(str, folder.glob("flight_*")))
+
+    assert code == 1, err
+    found = json.loads(out)
+    assert (found["kind"], found["ranks"], found["dumps"]) == (kind, ranks, 4)
+    assert set(found["waiting"]) == {0, 1, 2, 3} - set(ranks)
+    assert found["pending"]["number"] == 5
+
+
+def test_it_says_whom_the_job_waits_for_and_in_what(gpuops, dumps):
+    code, out, _ = gpuops("detect", "replay", str(dumps))
+
+    assert code == 1
+    first, second = out.splitlines()
+    assert first.startswith("absent: rank 9,14: the others wait in a collective that they have not")
+    assert "waits in call 1 of group" in second
+    assert second.endswith("all_reduce(1024 Float)")
+
+
+def test_a_damaged_dump_is_named_and_its_rank_is_unknown(gpuops, dumps):
+    (dumps / "nccl_trace_rank_3").write_bytes(b"\x80\x02damaged")
+
+    code, out, err = gpuops("detect", "replay", str(dumps))
+
+    assert code == 1
+    assert "nccl_trace_rank_3 is no dump" in err
+    assert "absent: rank 9,14" in out
+    assert "rank 3 left no dump: nothing is known of it" in out
+
+
+def test_without_one_dump_that_can_be_read_it_cannot_be_judged(gpuops, dumps):
+    for file in dumps.iterdir():
+        file.write_bytes(b"{}")
+
+    code, _, err = gpuops("detect", "replay", str(dumps))
+
+    assert code == 3
+    assert err.count("is no dump") == 16
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["rank_1.json", "other_1"], "are both of rank 1"),
+        ([], "has a name that ends with a rank"),
+        (["README"], "has a name that ends with a rank"),
+    ],
+)
+def test_files_that_cannot_be_told_apart_are_refused(gpuops, tmp_path, names, says):
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text('{"entries": []}')
+
+    code, _, err = gpuops("detect", "replay", str(folder))
+
+    assert code == 64
+    assert says in err
+
+
+def test_a_file_that_is_not_there_is_named(gpuops, tmp_path):
+    code, _, err = gpuops("detect", "replay", str(tmp_path / "rank_0"))
+
+    assert code == 3
+    assert "rank_0 is no dump" in err

@@ -1,0 +1,151 @@
+"""Whom a hung job waits for, by built dumps, and by those of jobs that are played to a stop."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.recorded_job import RecordedJob, entry, four_by_four
+
+from gpuops.convert.flight_recorder import read_dump
+from gpuops.detect.recorder_dump import RankDump, parse_dump
+from gpuops.detect.wait_graph import HangKind, diagnose
+
+GROUPS, PROGRAMS = four_by_four()
+
+
+def dumps_of(job: RecordedJob) -> list[RankDump]:
+    return [parse_dump(read_dump(job.dump(rank)), rank) for rank in job.programs]
+
+
+def job_of(**faults: dict[int, int]) -> RecordedJob:
+    return RecordedJob(GROUPS, PROGRAMS, **faults).play()
+
+
+def built(rank: int, *entries: dict[str, object]) -> RankDump:
+    return parse_dump({"entries": list(entries)}, rank)
+
+
+def test_of_a_job_that_is_done_nothing_is_pending():
+    assert diagnose(dumps_of(job_of())).kind is HangKind.NOTHING
+
+
+@pytest.mark.parametrize("stops", [{9: 2, 14: 2}, {10: 5, 15: 5}, {3: 0}, {7: 3}])
+def test_ranks_that_do_not_come_are_named_and_not_those_that_wait_for_them(stops):
+    found = diagnose(dumps_of(job_of(stops_before=stops)))
+
+    assert (found.kind, set(found.ranks)) == (HangKind.ABSENT, set(stops))
+    assert not set(found.waiting) & set(stops)
+
+
+def test_ranks_whose_device_does_not_get_on_are_told_from_those_that_do_not_come():
+    found = diagnose(dumps_of(job_of(never_completes={12: 2, 14: 2})))
+
+    assert (found.kind, found.ranks) == (HangKind.STALLED, (12, 14))
+
+
+def test_the_collective_in_which_most_wait_is_shown():
+    found = diagnose(dumps_of(job_of(stops_before={5: 3})))
+
+    assert found.pending is not None
+    assert (found.pending.group, found.pending.number, len(found.waiting)) == ("0", 1, 15)
+    assert str(found.pending) == "all_reduce(1024 Float)"
+
+
+def test_ranks_that_enter_two_groups_in_crossed_order_wait_for_each_other():
+    groups = {"a": [0, 1], "b": [0, 1], "0": [0, 1, 2]}
+    programs = {
+        0: [("a", "all_reduce"), ("b", "all_reduce"), ("0", "barrier")],
+        1: [("b", "all_reduce"), ("a", "all_reduce"), ("0", "barrier")],
+        2: [("0", "barrier")],
+    }
+
+    found = diagnose(dumps_of(RecordedJob(groups, programs).play()))
+
+    assert (found.kind, found.ranks) == (HangKind.DEADLOCK, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        entry("0", 4, "nccl:broadcast"),
+        entry("0", 4, "nccl:all_reduce", sizes=[(512,)]),
+        entry("0", 4, "nccl:all_reduce", dtype="Half"),
+    ],
+    ids=["operation", "size", "type"],
+)
+def test_a_rank_that_calls_something_else_at_one_place_is_named(odd):
+    usual = entry("0", 4, "nccl:all_reduce")
+
+    found = diagnose([built(0, usual), built(1, odd), built(2, usual)])
+
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, (1,))
+
+
+def test_of_two_that_differ_both_are_named():
+    calls = entry("0", 1, "nccl:all_reduce"), entry("0", 1, "nccl:barrier")
+
+    found = diagnose([built(rank, call) for rank, call in enumerate(calls)])
+
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, (0, 1))
+
+
+def test_sizes_of_an_exchange_may_differ_between_ranks():
+    calls = [entry("0", 1, "nccl:all_to_all", sizes=[(size,)]) for size in (8, 16)]
+
+    assert diagnose([built(r, c) for r, c in enumerate(calls)]).kind is HangKind.ALL_IN
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_receive_without_its_send_waits_for_the_other_end(answers):
+    received = entry("0", 0, "nccl:recv 0<-1", is_p2p=True)
+    sent = [entry("0", 0, "nccl:send 1->0", is_p2p=True)] if answers else []
+
+    found = diagnose([built(0, received), built(1, *sent)])
+
+    expected = (HangKind.ALL_IN, ()) if answers else (HangKind.ABSENT, (1,))
+    assert (found.kind, found.ranks) == expected
+
+
+def test_without_the_dump_of_the_rank_that_is_waited_for_it_is_named_as_unknown():
+    job = job_of(stops_before={9: 2})
+
+    found = diagnose([dump for dump in dumps_of(job) if dump.rank != 9])
+
+    assert (found.ranks, found.without_dump) == ((), (9,))
+
+
+def test_no_dump_at_all_says_nothing():
+    found = diagnose([], 4)
+
+    assert (found.kind, found.without_dump) == (HangKind.NOTHING, (0, 1, 2, 3))
+
+
+@st.composite
+def broken_jobs(draw):
+    """Draw a job of which up to three ranks stop, or whose devices do."""
+    ranks = draw(st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True))
+    places = {rank: draw(st.integers(0, 11)) for rank in ranks}
+    fault = draw(st.sampled_from(["stops_before", "never_completes"]))
+    return job_of(**{fault: places})
+
+
+@given(broken_jobs(), st.randoms(use_true_random=False))
+def test_whoever_is_named_had_stopped_whatever_the_order_of_the_dumps(job, order: random.Random):
+    dumps = dumps_of(job)
+    found = diagnose(dumps)
+    order.shuffle(dumps)
+
+    assert diagnose(dumps) == found
+    assert bool(found.ranks) == any(map(job.waits, job.programs))
+    assert set(found.ranks) <= job.awaited()
+
+
+@given(broken_jobs(), st.integers(0, 15))
+def test_without_one_dump_only_that_rank_is_added(job, lost):
+    dumps = dumps_of(job)
+    whole, found = diagnose(dumps), diagnose([dump for dump in dumps if dump.rank != lost])
+
+    assert set(found.ranks) <= job.awaited()
+    assert set(whole.ranks) <= {*found.ranks, lost}
+    assert found.without_dump == (lost,)

@@ -95,11 +95,12 @@ def _ends_of_chains(
 
 
 def _most_waiting(job: "_Job") -> dict[int, CollectiveCall]:
-    """Return the ranks that wait in the collective in which most do, with their call."""
-    by_place: dict[tuple[str, int, bool], dict[int, CollectiveCall]] = defaultdict(dict)
+    """Return the ranks in the collective in which most wait, else in a send or receive."""
+    by_place: dict[tuple[bool, str, int], dict[int, CollectiveCall]] = defaultdict(dict)
     for (rank, _), call in job.pending.items():
-        by_place[call.group, call.number, call.is_p2p][rank] = call
-    return max(by_place.values(), key=len, default={})
+        by_place[call.is_p2p, call.group, call.number][rank] = call
+    most = max(by_place, key=lambda place: (not place[0], len(by_place[place])), default=None)
+    return {} if most is None else by_place[most]
 
 
 class _Job:
@@ -139,6 +140,8 @@ class _Job:
             for rank, call in by_rank.items():
                 if not call.is_complete and number > self.completed[group].get(rank, -1):
                     found.setdefault((rank, group), call)
+        for (rank, group), call in found.items():
+            self.completed[group][rank] = call.number - 1  # a dump may hold the pending ones only
         for rank, calls in self.open_ends.items():
             for call in calls:
                 found.setdefault((rank, f"{call.group} {call.operation} {call.peer}"), call)

@@ -53,14 +53,14 @@ class RecordedJob:
         calls = self.programs[rank][: place + 1]
         return sum(name == calls[place][0] for name, _ in calls)
 
-    def dump(self, rank: int, *, backend: str = "nccl") -> bytes:
+    def dump(self, rank: int) -> bytes:
         """Return what torch would write of *rank*."""
         names = random.Random(rank).sample(sorted(self.groups), len(self.groups))
         entries = [
             entry(
                 group,
                 self._number(rank, place),
-                f"{backend}:{operation}",
+                f"nccl:{operation}",
                 is_complete=place < self.completed[rank],
                 pg_id=names.index(group),
             )

@@ -44,6 +44,19 @@ def test_ranks_whose_device_does_not_get_on_are_told_from_those_that_do_not_come
     assert (found.kind, found.ranks) == (HangKind.STALLED, (12, 14))
 
 
+def test_dumps_of_what_is_pending_alone_tell_who_does_not_get_on():
+    pending = [(12, 3), (13, 7), (14, 3), (15, 7)]
+
+    found = diagnose([built(rank, *calls(number)) for rank, number in pending])
+
+    assert (found.kind, found.ranks) == (HangKind.STALLED, (12, 14))
+
+
+def calls(first: int) -> list[dict[str, object]]:
+    """Return the pending calls from *first* to the eighth, which all ranks have called."""
+    return [entry("58", number, "nccl:all_reduce") for number in range(first, 9)]
+
+
 def test_the_collective_in_which_most_wait_is_shown():
     found = diagnose(dumps_of(job_of(stops_before={5: 3})))
 

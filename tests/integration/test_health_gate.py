@@ -13,7 +13,7 @@ from support.mock_nvml import UUIDS, addresses, shape
 from support.one_at_a_time import hung_driver
 
 from gpuops.agent.monitors.gpu_memory import open_memory
-from gpuops.agent.monitors.preflight import HealthPreflight, PreflightCheck, PreflightPlan
+from gpuops.agent.monitors.preflight import HealthPlan, HealthPreflight, PreflightCheck
 from gpuops.host.clock import SystemClock
 from gpuops.host.process.inspect import descendants
 from gpuops.model import Entity, EntityKind, FailureClass
@@ -46,7 +46,7 @@ def played(mock, scenario):
 
 
 def gated(mock, scenario, env=None, **plan):
-    gate = PreflightCheck(PreflightPlan(env={**played(mock, scenario), **(env or {})}, **plan))
+    gate = PreflightCheck(HealthPlan(env={**played(mock, scenario), **(env or {})}, **plan))
     gate.start()
     return gate.result(WITHIN_S)
 
@@ -126,7 +126,7 @@ def test_a_cold_driver_is_given_a_second_try(mock, bus):
     env = {**played(mock, HEALTHY + "\ndelay * nvmlInit 60000"), "GPUOPS_ROOT": str(bus)}
     with hung_driver():
         # By half of it a busy machine has started the check, too.
-        gate = PreflightCheck(PreflightPlan(env=env, deadline_s=16.0, root=bus))
+        gate = PreflightCheck(HealthPlan(env=env, deadline_s=16.0, root=bus))
         gate.start()
         assert gate.result(8.0) is None
         mock_nvml.change(env, HEALTHY)
@@ -168,7 +168,7 @@ def script(tmp_path, text):
     ids=["killed", "garbage", "later", "crash", "endless"],
 )
 def test_a_check_without_a_verdict_keeps_nobody_out(tmp_path, text, how):
-    gate = PreflightCheck(PreflightPlan(env=os.environ, command=script(tmp_path, text)))
+    gate = PreflightCheck(HealthPlan(env=os.environ, command=script(tmp_path, text)))
     gate.start()
     result = gate.result(WITHIN_S)
 
@@ -177,7 +177,7 @@ def test_a_check_without_a_verdict_keeps_nobody_out(tmp_path, text, how):
 
 
 def test_a_program_that_is_not_there_keeps_nobody_out():
-    gate = PreflightCheck(PreflightPlan(env={}, command=("/nonexistent/python",)))
+    gate = PreflightCheck(HealthPlan(env={}, command=("/nonexistent/python",)))
     gate.start()
 
     assert gate.result(WITHIN_S).passed
@@ -193,7 +193,7 @@ time.sleep(600)
 
 def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again(tmp_path, bus):
     command = script(tmp_path, DEAF)
-    plan = PreflightPlan(env=os.environ, command=command, deadline_s=2.0, root=bus)
+    plan = HealthPlan(env=os.environ, command=command, deadline_s=2.0, root=bus)
     gate = PreflightCheck(plan)
     began_s = time.monotonic()
     gate.start()
@@ -205,7 +205,7 @@ def test_a_check_that_gives_no_answer_is_ended_with_its_children_and_tried_again
 
 
 def test_a_gate_that_is_cancelled_ends_its_check(tmp_path):
-    gate = PreflightCheck(PreflightPlan(env=os.environ, command=script(tmp_path, DEAF)))
+    gate = PreflightCheck(HealthPlan(env=os.environ, command=script(tmp_path, DEAF)))
     gate.start()
     assert gate.result(0.2) is None
     gate.cancel()
@@ -224,7 +224,7 @@ def test_memory_that_is_released_late_delays_the_restart_until_then(mock):
     env = played(mock, HEALTHY)
     clock, waiting = SystemClock(), threading.Event()
     memory = open_memory(env, os.getpid(), clock)
-    keeper = HealthPreflight(lambda: PreflightCheck(PreflightPlan(env=env)), memory, clock, print)
+    keeper = HealthPreflight(lambda: PreflightCheck(HealthPlan(env=env)), memory, clock, print)
     with closing(keeper):
         assert keeper.result(waiting.wait).passed
         keeper.started()
@@ -246,7 +246,7 @@ def test_memory_of_another_program_is_not_ours(mock):
     env = played(mock, HEALTHY)
     clock, waiting = SystemClock(), threading.Event()
     memory = open_memory(env, 1, clock)
-    keeper = HealthPreflight(lambda: PreflightCheck(PreflightPlan(env=env)), memory, clock, print)
+    keeper = HealthPreflight(lambda: PreflightCheck(HealthPlan(env=env)), memory, clock, print)
     with closing(keeper):
         assert keeper.result(waiting.wait).passed
         keeper.started()

@@ -46,11 +46,11 @@ from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.preflight import (
     BurninPlan,
     BurninPreflight,
+    HealthPlan,
     HealthPreflight,
     NoPreflight,
     PreflightCheck,
     PreflightGate,
-    PreflightPlan,
 )
 from gpuops.agent.monitors.preflight_sweep import sweep_gate
 from gpuops.agent.monitors.progress import StepTracker
@@ -438,7 +438,7 @@ def _health_gate(launch: LaunchContext, gpus: GpuMonitor, root: Path) -> Preflig
     if not launch.request.plan.gate:
         return NoPreflight()
     deadline_s = launch.request.plan.gate_deadline_s
-    plan = PreflightPlan(env=launch.env, deadline_s=deadline_s, root=root)
+    plan = HealthPlan(env=launch.env, deadline_s=deadline_s, root=root)
     memory = open_memory(launch.env, os.getpid(), launch.clock)
 
     def check() -> PreflightCheck:

@@ -215,20 +215,42 @@ def _short(item: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightPlan:
-    """How the node is checked; *env* is the agent's, *deadline_s* for each of two attempts.
+    """What tests the node; *env* is the agent's, *deadline_s* for each of two attempts.
 
     *gpus*: the job's by UUID, as NVML listed them before; none: those that ``CUDA_VISIBLE_DEVICES``
-    of *env* names, or all. *command* runs gpuops, with ``--config`` where one was given. *root*:
-    where ``/sys`` is.
+    of *env* names, or all. *command* runs gpuops, with ``--config`` where one was given.
     """
 
+    what: str
     env: Mapping[str, str]
     deadline_s: float = 20.0
     gpus: Collection[str] = ()
+    command: Sequence[str] = module_command("gpuops")
+
+    def argv(self) -> list[str]:
+        """Return the command line."""
+        raise NotImplementedError
+
+    def _gpu_words(self) -> list[str]:
+        names = sorted(self.gpus) or _visible(self.env)
+        return ["--gpus", ",".join(names)] if names else []
+
+    def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
+        """Return how the command ended, None if *is_over* returned True first."""
+        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
+
+    def judge(self, end: CommandEnd) -> PreflightResult:
+        """Return what the *end* of the command means."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPlan(PreflightPlan):
+    """How the node is checked; *root*: where ``/sys`` is."""
+
+    what: str = "the health check"
     suite: str = "preflight"
     root: Path = Path("/")
-    what: str = "the health check"
-    command: Sequence[str] = module_command("gpuops")
 
     def argv(self) -> list[str]:
         """Return the command line; the check gives up before its own deadline."""
@@ -243,14 +265,6 @@ class PreflightPlan:
             "--json",
             "--no-record",
         ]
-
-    def _gpu_words(self) -> list[str]:
-        names = sorted(self.gpus) or _visible(self.env)
-        return ["--gpus", ",".join(names)] if names else []
-
-    def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
-        """Return how the command ended, None if *is_over* returned True first."""
-        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
 
     def judge(self, end: CommandEnd) -> PreflightResult:
         """Return what the *end* of the command means."""

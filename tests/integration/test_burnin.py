@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from support.command import gpuops
@@ -576,6 +577,22 @@ def test_dcgm_runs_at_level_3_and_its_own_judge_decides(burnin, root, tmp_path, 
 
     assert [item.status for item in found] == [verdict]
     assert words.read_text() == "diag -r 3 -j\n"
+
+
+def test_ctrl_c_ends_dcgm_too(burnin, root, tmp_path):
+    marker, new = tmp_path / "pid", tmp_path / "new"
+    interrupt = f"kill -INT {os.getpid()}"
+    script = f"#!/bin/sh\necho $$ > {new}; mv {new} {marker}; {interrupt}; exec sleep 100\n"
+    root.write("usr/bin/dcgmi", script)
+    (root.path / "usr/bin/dcgmi").chmod(0o755)
+    made = burnin(lambda _test, _part: pytest.fail("no program"), (TESTS["dcgm"],))
+
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+
+    while (found := process_state(int(marker.read_text()))) is not None and not found.ended:
+        time.sleep(0.02)
+    assert "not run: dcgm" in bad(made.result())[0].message
 
 
 REPORT = """NCCL DIAG === NCCL Diagnostics ===

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from gpuops.errors import ProbeError
 from gpuops.host.process.abandoned import AbandonedProbes, AbandonedProcess, name_of
-from gpuops.host.process.inspect import ThreadState, process_state
+from gpuops.host.process.inspect import ThreadState, descendants, process_state
 from gpuops.model import UnknownReason
 
 TERM_GRACE_S = 0.2
@@ -285,9 +285,22 @@ def watch(
 ) -> Iterator[tuple[ProbeChild, ProbeOutcome]]:
     """Yield each child with its outcome as they end, at most `STOP_S` after the last deadline.
 
-    *more* is called after each outcome for further children to watch.
+    *more* is called after each outcome for further children to watch. Ctrl-C ends all children and
+    their commands.
     """
     waiting = list(children)
+    try:
+        yield from _watch(waiting, more)
+    except KeyboardInterrupt:
+        for child in waiting:
+            for pid in (*descendants(child.pid), child.pid):
+                _signal_one(pid, signal.SIGKILL)
+        raise
+
+
+def _watch(
+    waiting: list[ProbeChild], more: Callable[[], Iterable[ProbeChild]]
+) -> Iterator[tuple[ProbeChild, ProbeOutcome]]:
     pause_s = _POLL_MIN_S
     while waiting:
         done = []
@@ -295,7 +308,7 @@ def watch(
             outcome = child.advance(time.monotonic())
             if outcome is not None:
                 done.append((child, outcome))
-        waiting = [child for child in waiting if all(child is not item[0] for item in done)]
+        waiting[:] = [child for child in waiting if all(child is not item[0] for item in done)]
         for item in done:
             yield item
             waiting.extend(more())

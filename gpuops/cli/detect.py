@@ -1,5 +1,6 @@
 """``gpuops detect``: find what slows or stops a job, in what it recorded."""
 
+import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,8 @@ import click
 from gpuops.cli.options import json_option
 from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
 from gpuops.detect.recorder_dump import RankDump, parse_dump
+from gpuops.detect.slow_rank import GROUP_MIN, STEPS_MIN, SlowRank, SlowRankDetector
+from gpuops.detect.step_table import OwnTimes, TableWorker, own_times, share_saved
 from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
 from gpuops.host.records import to_json
@@ -35,15 +38,18 @@ def detect() -> None:
 )
 @json_option
 def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
-    """Say whom a hung job waits for, by the dumps of torch's flight recorder: one file a rank.
+    """Say whom a hung job waits for by dumps of torch's flight recorder, or who is slow by a table.
 
-    Dumps are pickles or JSON, of any job, also one that ran without gpuops; their names end with
-    the rank. A pickle is read as data: it cannot run anything. A rank that left no dump is named as
-    such.
+    Dumps, one file a rank, are pickles or JSON of any job, also one that ran without gpuops; their
+    names end with the rank. A pickle is read as data: it cannot run anything. A rank that left no
+    dump is named as such. A table (one file.csv) has the columns of StragglerAnalysis: dp_rank,
+    stage, step, optype, duration.
 
-    Exit codes: 0 no collective is pending; 1 it says whom the job waits for; 3 it cannot be judged;
-    64 a mistake on the command line.
+    Exit codes: 0 no collective is pending, or nobody is slow; 1 it names ranks; 3 it cannot be
+    judged; 64 a mistake on the command line.
     """
+    if len(paths) == 1 and paths[0].suffix == ".csv":
+        return _replay_table(paths[0], as_json=as_json)
     dumps, damaged = _read(_by_rank(paths))
     hang = diagnose(dumps, ranks)
     if as_json:
@@ -52,6 +58,62 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
     else:
         click.echo("\n".join(map(printable, _lines(hang, len(dumps)))))
     return EXIT_UNKNOWN if not dumps else _EXIT_CODES.get(hang.kind, EXIT_FAIL)
+
+
+def _replay_table(path: Path, *, as_json: bool) -> int:
+    """Say which worker of the job in a table is slower than its equals."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            own = own_times(csv.DictReader(file))
+    except (OSError, ValueError, csv.Error) as exc:
+        raise UsageError(f"cannot read the table {path}: {exc}") from exc
+    workers = {worker for times in own.values() for worker in times}
+    stages = [worker.stage for worker in workers]
+    detector = SlowRankDetector({worker: worker.stage for worker in workers})
+    first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
+    for step, times in own.items():
+        for item in detector.feed(times):
+            first.setdefault(item.rank, (step, item))
+    is_judged = len(own) >= STEPS_MIN and any(stages.count(x) >= GROUP_MIN for x in stages)
+    if as_json:
+        found = [_slow_json(own, *named) for named in first.values()]
+        body = {"steps": len(own), "workers": len(workers), "judged": is_judged, "slow": found}
+        click.echo(json.dumps(envelope("gpuops.detect-slow/1", body), indent=2))
+    else:
+        lines = [_slow_line(own, *named) for named in first.values()]
+        click.echo("\n".join(lines or [_nobody(len(own), len(workers), is_judged=is_judged)]))
+    return EXIT_FAIL if first else EXIT_OK if is_judged else EXIT_UNKNOWN
+
+
+def _nobody(n_steps: int, n_workers: int, *, is_judged: bool) -> str:
+    about = f"{n_steps} steps of {n_workers} workers"
+    if is_judged:
+        return f"nobody is slower than those that do the same work ({about})"
+    return (
+        f"cannot be judged: {GROUP_MIN} workers of one stage and {STEPS_MIN} steps are needed"
+        f" (there are {about})"
+    )
+
+
+def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> dict[str, object]:
+    return {
+        "stage": item.rank.stage,
+        "dp_rank": item.rank.dp_rank,
+        "ratio": round(item.ratio, 4),
+        "n_peers": item.n_peers,
+        "since_step": list(own)[item.since - 1],
+        "found_at_step": step,
+        "share_saved": round(share_saved(own, item.rank), 4),
+    }
+
+
+def _slow_line(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> str:
+    since, saved = list(own)[item.since - 1], share_saved(own, item.rank)
+    return (
+        f"slow: {item.rank} computes {item.ratio:.2f} times as long as its {item.n_peers} equals,"
+        f" since step {since} or before (found at step {step}); if it were as fast as they, the"
+        f" longest computation of a step would be {saved:.0%} shorter"
+    )
 
 
 def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:

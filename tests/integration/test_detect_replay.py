@@ -1,5 +1,6 @@
 """``gpuops detect replay`` over dumps of torch's flight recorder: real ones, and damaged ones."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -105,3 +106,57 @@ def test_a_file_that_is_not_there_is_named(gpuops, tmp_path):
 
     assert code == 3
     assert "rank_0 is no dump" in err
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Return a function that writes the table of 30 steps of two stages, one worker slow."""
+
+    def write(n_ranks, n_steps=30, factor=1.5):
+        lines = ["dp_rank,stage,rank,step,optype,start_ts,duration"]
+        for step, stage, rank in itertools.product(range(n_steps), range(2), range(n_ranks)):
+            seconds = (1 + stage) * (1 + (7 * step + 3 * rank) % 5 / 1000)
+            seconds *= factor if (stage, rank) == (1, 2) else 1
+            lines.append(f"{rank},{stage},{rank},{step},forward-compute,0,{seconds}")
+        path = tmp_path / "steps.csv"
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+def test_a_table_names_the_worker_that_is_slower_than_its_equals(gpuops, table):
+    code, out, _ = gpuops("detect", "replay", table(4))
+
+    assert code == 1
+    assert out.startswith("slow: stage 1, data-parallel rank 2 computes 1.50 times as long as its")
+    assert "the longest computation of a step would be 33% shorter" in " ".join(out.split())
+
+    code, out, _ = gpuops("detect", "replay", "--json", table(4))
+
+    (slow,) = json.loads(out)["slow"]
+    assert (slow["stage"], slow["dp_rank"], slow["n_peers"]) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("about", "wanted", "says"),
+    [
+        ((4, 30, 1.0), 0, "nobody is slower than those that do the same work"),
+        ((2, 30, 1.5), 3, "cannot be judged: 3 workers of one stage and 14 steps are needed"),
+        ((4, 13, 1.5), 3, "cannot be judged"),
+    ],
+)
+def test_a_table_may_name_nobody(gpuops, table, about, wanted, says):
+    code, out, _ = gpuops("detect", "replay", table(*about))
+
+    assert (code, says in out) == (wanted, True)
+
+
+def test_a_file_that_is_no_such_table_is_refused(gpuops, tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("a,b\n1,2\n")
+
+    code, _, err = gpuops("detect", "replay", str(path))
+
+    assert code == 64
+    assert "has no column 'dp_rank'" in err

@@ -40,6 +40,7 @@ from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
 from gpuops.gate.record import record
 from gpuops.host.clock import SystemClock
+from gpuops.host.process.sidecar import die_with_parent_thread
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
 from gpuops.log import printable
@@ -279,6 +280,7 @@ def _sweep_run(node: SweptNode, place: SweepAddress, name: str, leader: SweepLea
 
     The run decides what they mean: they go through no gate, and only the leader records the sweep.
     """
+    die_with_parent_thread()  # with its agent
     start_us = node.context.clock.now_us()
     with node.locked(name) as me:
         if me.unfit is not None:

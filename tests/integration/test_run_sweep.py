@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
+import psutil
 import pytest
 from support.ports import free_port
-from support.runs import JOBS, Run, wait_until
+from support.runs import JOBS, Run, is_alive, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 LIMIT_S = 300.0
@@ -22,12 +23,13 @@ if "gpuops.worker.burnin.pair" in sys.orig_argv:
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Return a function that runs one agent on each of *nodes*, to its end, and returns them.
+def agents_of(tmp_path):
+    """Return a context manager: an agent on each of *nodes*.
 
     *bad*: the node that fails each planted test; None: the tests are real.
     """
 
+    @contextmanager
     def start(name, nodes, *flags, bad=None, env=None):
         planted = {"OMP_NUM_THREADS": "1"}
         if bad is not None:
@@ -40,7 +42,7 @@ def run(tmp_path):
             *("--preflight=sweep", "--health-gate=off", *flags),
         )
         with ExitStack() as stack:
-            agents = {
+            yield {
                 node: stack.enter_context(
                     Run(
                         tmp_path / name / node,
@@ -51,11 +53,21 @@ def run(tmp_path):
                 )
                 for node in nodes
             }
+
+    return start
+
+
+@pytest.fixture
+def run(agents_of):
+    """Return a function that returns agents which have come to their end; see `agents_of`."""
+
+    def to_the_end(*words, **how):
+        with agents_of(*words, **how) as agents:
             for agent in agents.values():
                 agent.finish(LIMIT_S)
         return agents
 
-    return start
+    return to_the_end
 
 
 def swept(tmp_path):
@@ -132,3 +144,23 @@ def test_the_node_that_fails_with_everybody_stays_out_and_the_others_train(run):
     assert incident["culprits"] == [{"kind": "node", "id": "n2"}]
     for node in ("n1", "n3"):
         assert f"node {node}: pass: passed 1 pair tests" in agents[node].said()
+
+
+def leading(agents):
+    """Return which node leads the sweep, and its process there; None before it has a server."""
+    found = [process.info for process in psutil.process_iter(["pid", "ppid", "cmdline"])]
+    nodes, parents = {agents[node].process.pid: node for node in agents}, {x["ppid"] for x in found}
+    leaders = (x for x in found if x["ppid"] in nodes and "--lead" in (x["cmdline"] or ()))
+    return next(((nodes[x["ppid"]], x["pid"]) for x in leaders if x["pid"] in parents), None)
+
+
+def test_a_leader_whose_agent_is_killed_ends_and_the_others_train_unswept(agents_of):
+    with agents_of("killed", ["n1", "n2"], "--nnodes=1:2") as agents:
+        node, pid = wait_until(lambda: leading(agents), what="a leader")
+        other = agents["n2" if node == "n1" else "n1"]
+        other.wait_for_output("the nodes of this run are swept in pairs")
+        agents[node].process.kill()
+        wait_until(lambda: not is_alive(pid), what="the end of the leader")
+
+        assert other.finish(LIMIT_S) == 0, said(agents)
+    assert "gpuops: the sweep gave no result (exit code 75: " in other.said()

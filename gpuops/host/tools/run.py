@@ -28,10 +28,11 @@ class ToolRate:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool measured, and its version."""
+    """What a tool measured, and its version. ``wrong``: which results it found to be wrong."""
 
     version: str
     rates: tuple[ToolRate, ...]
+    wrong: tuple[str, ...] = ()
 
 
 def measure(
@@ -50,11 +51,20 @@ def measure(
     """
     with TemporaryDirectory(prefix="gpuops-tools-") as folder:
         path = Path(folder, "out.json")
-        text = run_tool(argv(str(path)), seconds, pass_fds=pass_fds)
-        if path.exists():
-            with path.open(errors="replace") as file:
-                text = file.read(OUTPUT_BYTES_MAX)
-    return parse_output(parse, text)
+        try:
+            text = run_tool(argv(str(path)), seconds, pass_fds=pass_fds)
+        except ProbeError:
+            # A tool that found wrong results may call that its own failure.
+            output = parse_output(parse, _read(path)) if path.exists() else None
+            if output is None or not output.wrong:
+                raise
+            return output
+        return parse_output(parse, _read(path) if path.exists() else text)
+
+
+def _read(path: Path) -> str:
+    with path.open(errors="replace") as file:
+        return file.read(OUTPUT_BYTES_MAX)
 
 
 def run_tool(

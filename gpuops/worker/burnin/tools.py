@@ -40,6 +40,8 @@ def measure_tools(
             node.not_measured(UnknownReason(exc.reason), f"{name}: {exc}")
             continue
         emit(SoftwareVersions(versions={name: output.version}))
+        for text in output.wrong:
+            node.wrong({"tool": name}, text)
         for rate in output.rates:
             report = Reporter("tools", rate.part or device.part, emit)
             report.measured(rate.parameters, rate.values, "GB/s")

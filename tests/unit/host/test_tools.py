@@ -89,7 +89,6 @@ def test_the_recorded_output_has_these_rates_in_gb_per_second(name, version, rat
 @pytest.mark.parametrize(
     ("name", "old", "new", "why"),
     [
-        ("all_reduce_perf", '"nwrong":0.000000}', '"nwrong":3.000000}', "3 of 262144 elements"),
         ("all_reduce_perf", '"nwrong":0.000000}', '"nwrong":null}', "TypeError"),
         ("all_reduce_perf", '"bus_bw":54.270000', '"bus_bw":0.000000', "0.0 is no rate"),
         ("all_reduce_perf", '"bus_bw":54.270000', '"bus_bw":"nan"', "'nan' is no rate"),
@@ -111,6 +110,19 @@ def test_output_that_is_no_proof_of_a_measurement_is_unknown(name, old, new, why
     with pytest.raises(ProbeError, match=why) as raised:
         parse_output(PARSERS[name], text.replace(old, new))
     assert raised.value.reason == UnknownReason.CRASH
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_results_that_the_tool_found_wrong_are_wrong_whatever_its_exit_code(
+    program, tmp_path, exit_code
+):
+    text = recorded("all_reduce_perf").replace('"nwrong":0.000000}', '"nwrong":3.000000}', 1)
+    (tmp_path / "wrong.json").write_text(text)
+    tool = program("tool", f'cp {tmp_path}/wrong.json "$1"; exit {exit_code}')
+
+    output = measure(lambda path: [tool, path], nccl_tests.parse, 1.0)
+
+    assert output.wrong == ("3 of 262144 elements were wrong",)
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -4,6 +4,7 @@ import json
 import secrets
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -44,7 +45,7 @@ from gpuops.host.process.sidecar import die_with_parent_thread
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
 from gpuops.log import printable
-from gpuops.model import EntityKind, Json, Status
+from gpuops.model import EntityKind, FailureClass, Finding, Json, Status
 from gpuops.slurm.env import job_of
 from gpuops.sweep.coordinator import JOIN_S, SweepResult, SweepSettings
 from gpuops.sweep.session import SweepAddress, SweepLeader, take_part
@@ -292,12 +293,19 @@ def _sweep_run(node: SweptNode, place: SweepAddress, name: str, leader: SweepLea
             found = [*found, *(x for x in result.findings if x.entity.kind is EntityKind.SWITCH)]
             if result.tests:
                 _record(node, result, start_us)
+    found = [before_a_run(item) for item in found]
     here = [item for item in found if item.entity.kind is EntityKind.NODE]
     for item in found:
         if item not in here or item.status <= Status.SKIP:
             warn(f"{item.entity}: {item.status.word}: {item.message}")
     click.echo(json.dumps({"findings": [item.to_json() for item in here]}))
     return EXIT_OK
+
+
+def before_a_run(found: Finding) -> Finding:
+    """Return *found*, which keeps no node out for slow processors: they may serve another job."""
+    is_busy = found.status is Status.FAIL and found.failure_class is FailureClass.HOST_SLOW
+    return replace(found, status=Status.WARN) if is_busy else found
 
 
 def _why_not(settings: Settings, nodes: Collection[str]) -> str | None:

@@ -13,13 +13,13 @@ from support.stories import Teller, envelopes, pair
 from support.sweeps import NODES, T0_US, a_sweep, events_of_sweep
 
 from gpuops.burnin.pairs import node_pair
-from gpuops.cli.sweep import _lead_step, _why_not
+from gpuops.cli.sweep import _lead_step, _why_not, before_a_run
 from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
 from gpuops.cli.sweep_show import known_pairs
 from gpuops.config.resolve import environ, resolve
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import FakeClock, SystemClock
-from gpuops.model import Entity, EntityKind, Finding, Status
+from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 from gpuops.store.spool.format import LineEncoder, decode_line
@@ -403,3 +403,26 @@ def test_a_result_that_nobody_can_read_keeps_no_node_from_its_gate(monkeypatch):
             full.close()
 
     assert node.settled == ["n1 fails"]
+
+
+@pytest.mark.parametrize(
+    ("failure_class", "status"),
+    [
+        (FailureClass.HOST_SLOW, Status.WARN),
+        (FailureClass.GPU_SLOW, Status.FAIL),
+        (FailureClass.NETWORK_NODE_FAILING, Status.FAIL),
+    ],
+)
+def test_before_a_run_slow_processors_only_warn(failure_class, status):
+    found = Finding(
+        check="sweep",
+        entity=Entity(EntityKind.NODE, "n1"),
+        status=Status.FAIL,
+        message="slow",
+        value=1.0,
+        threshold=">= 2 GB/s",
+        source="this sweep",
+        failure_class=failure_class,
+    )
+
+    assert before_a_run(found) == replace(found, status=status)

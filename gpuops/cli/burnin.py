@@ -12,7 +12,14 @@ from gpuops.burnin.plan import DIAGNOSTIC, TIERS, TOOLS, BurninTest, make_tests
 from gpuops.checks.core.runner import CheckRun
 from gpuops.cli.check.request import build_request
 from gpuops.cli.check.text import findings_table
-from gpuops.cli.options import FiniteRange, json_option, settings_of, terminal_width
+from gpuops.cli.interrupt import sigterm_interrupts
+from gpuops.cli.options import (
+    FiniteRange,
+    json_option,
+    settings_of,
+    terminal_width,
+    warn_unless_stored,
+)
 from gpuops.config.resolve import Settings, environ
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, ProbeError, UsageError
 from gpuops.gate.burnin import SUITE, Burnin, BurninRequest, BurninWatcher, measured_events
@@ -22,7 +29,12 @@ from gpuops.gate.burnin_parts import local_disks
 from gpuops.gate.burnin_progress import TestedTest
 from gpuops.gate.drain import update_diagnostic
 from gpuops.gate.node_lock import node_lock
-from gpuops.gate.record import CheckOccasion, record_check_run, record_options
+from gpuops.gate.record import (
+    RECORD_TEST_S,
+    CheckOccasion,
+    record_check_run,
+    record_options,
+)
 from gpuops.host.clock import Clock, SystemClock
 from gpuops.host.process.command import find
 from gpuops.host.trust import check_folders, current_uid
@@ -80,13 +92,15 @@ def burnin(
     passed, as root, without --only, --duration and --gpus.
 
     Exit codes: 0 all tests passed or warned; 1 a test failed; 3 it could not be judged; 64 a
-    mistake on the command line; 70 gpuops itself failed; 75 the node is being tested; 130 Ctrl-C.
+    mistake on the command line; 70 gpuops itself failed; 75 the node is being tested; 130 Ctrl-C,
+    143 SIGTERM: what was done until then is recorded.
     """
     if as_json and as_jsonl:
         raise UsageError("--json and --jsonl exclude each other")
     names = tuple(word.strip() for word in only.split(",") if word.strip())
     if only and not names:
         raise UsageError(f"--only {only!r} names no test")
+    ctx.with_resource(sigterm_interrupts())
     settings = settings_of(ctx, check__suite=_COUNTING_SUITE, burnin__tier=tier)
     tier = settings.values["burnin.tier"].value
     plan = counting_plan(build_request(settings, environ(), gpus=gpus))
@@ -173,9 +187,12 @@ def _finish(
             record_options(settings, config_file, request.state_dir),
             clock,
             lambda run_id: measured_events(measured, run_id, check_run.node, clock),
+            deadline_s=RECORD_TEST_S,
         )
         if problem is not None:
             click.echo(problem, err=True)
+        else:
+            warn_unless_stored(settings.store_url, settings.spool_dir, settings.root)
     # Last: whoever does not read it, or has no space for it, loses no record.
     output.print_result(check_run, measured)
     return check_run

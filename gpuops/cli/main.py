@@ -16,11 +16,13 @@ from typing import Any, TextIO
 import click
 
 from gpuops import __version__
+from gpuops.cli.interrupt import Terminated
 from gpuops.cli.lazy_group import LazyGroup
 from gpuops.errors import EXIT_INTERNAL, EXIT_USAGE, GpuopsError
 from gpuops.log import printable, setup
 
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 EXIT_CLOSED_PIPE = 141
 # What ends the output without being a bug: write(2).
 _FULL = {
@@ -127,8 +129,9 @@ def _report_error(exc: Exception) -> int:
             exc.show()
             return EXIT_USAGE
         case click.Abort():
-            click.echo("gpuops: interrupted", err=True)
-            return EXIT_INTERRUPTED
+            is_sigterm = isinstance(exc.__cause__, Terminated)
+            click.echo(f"gpuops: interrupted{' by SIGTERM' * is_sigterm}", err=True)
+            return EXIT_TERMINATED if is_sigterm else EXIT_INTERRUPTED
         case GpuopsError():
             click.echo(f"gpuops: {printable(str(exc))}", err=True)
             return exc.exit_code

@@ -1,4 +1,4 @@
-"""The settings of one command line, options that several commands share, and Ctrl-C."""
+"""The settings and the store of one command line, options that several share, and Ctrl-C."""
 
 import math
 import os
@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import click
 
 from gpuops.config.resolve import ErrorHandler, Settings, environ, raise_error, resolve
-from gpuops.errors import UsageError
+from gpuops.errors import StoreError, UsageError
 from gpuops.host.clock import SystemClock
 from gpuops.host.trust import current_uid, is_system_root, refuse_foreign_file
+from gpuops.log import printable
 from gpuops.units import US_PER_S, parse_iso_utc, parse_seconds
 
 F = TypeVar("F", bound=Callable[..., object])
+_STORE_S = 5.0
 
 
 def settings_of(
@@ -136,6 +138,18 @@ def since_option(default: str) -> Callable[[F], F]:
         callback=option_callback(parse_since),
         help=f"Only results since this day (2026-11-01) or for so long (28d); default: {default}.",
     )
+
+
+def warn_unless_stored(store_url: str, spool_dir: Path, root: Path) -> None:
+    """Say on standard error, in 5 s at most, if the store cannot take what was spooled."""
+    from gpuops.store.engine import open_store  # commands in a prolog need no store
+
+    try:
+        with open_store(store_url, mode="write", root=root, deadline_s=_STORE_S):
+            return
+    except (StoreError, UsageError) as exc:
+        text = f"spooled in {spool_dir}, the store has it after `gpuops db flush`: {exc}"
+        click.echo(f"gpuops: {printable(text)}", err=True)
 
 
 @contextmanager

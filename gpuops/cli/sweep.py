@@ -3,11 +3,12 @@
 import json
 import secrets
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from click.core import ParameterSource
@@ -18,6 +19,7 @@ from gpuops.agent.launch.slurm import SlurmStep, step_of
 from gpuops.burnin.pairs import NodePair
 from gpuops.burnin.schedule import ALL_PAIRS_MAX
 from gpuops.checks.core.runner import CheckRun
+from gpuops.cli.interrupt import sigterm_interrupts
 from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import (
     FiniteRange,
@@ -25,6 +27,7 @@ from gpuops.cli.options import (
     json_option,
     option_callback,
     settings_of,
+    warn_unless_stored,
 )
 from gpuops.cli.slurm import hook_context, scontrol_finder
 from gpuops.cli.sweep_node import SUITE, SweptNode, warn
@@ -39,20 +42,20 @@ from gpuops.config.resolve import Settings, environ, unset_environ
 from gpuops.config.schema import to_size
 from gpuops.control.store import ControlStoreUnreachableError
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_TRY_LATER, EXIT_UNKNOWN, UsageError
-from gpuops.gate.record import record
+from gpuops.gate.record import RECORD_TEST_S, record
 from gpuops.host.clock import SystemClock
 from gpuops.host.process.sidecar import die_with_parent_thread
 from gpuops.host.trust import current_uid
 from gpuops.hostlist import expand
-from gpuops.log import printable
 from gpuops.model import EntityKind, FailureClass, Finding, Json, Status
 from gpuops.slurm.env import job_of
 from gpuops.sweep.coordinator import JOIN_S, SweepResult, SweepSettings
-from gpuops.sweep.session import SweepAddress, SweepLeader, take_part
+from gpuops.sweep.session import SweepAddress, SweepInterruptedError, SweepLeader, take_part
 from gpuops.units import US_PER_S, format_seconds
 
 _SEED_BITS = 31
 _SIZE_BYTES_MAX = 2**40
+_RECORD = "the node that leads it records what was tested, unless its gpuops was killed"
 _EXIT_CODES = {Status.FAIL: EXIT_FAIL, Status.UNKNOWN: EXIT_UNKNOWN}
 
 
@@ -157,11 +160,12 @@ def sweep(
     fails goes through the gate of this site's hooks: it is drained where gate.mode is enforce.
 
     Exit codes: 0 nobody is named, or only with a warning; 1 a node or a link failed; 3 it could not
-    be judged; 64 a mistake on the command line; 75 the sweep was not finished.
+    be judged; 64 a mistake on the command line; 75 not finished; 130 Ctrl-C; 143 SIGTERM.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return EXIT_OK
+    ctx.with_resource(sigterm_interrupts())
     step = None if join is not None or hosts is not None else _step()
     settings = settings_of(ctx, burnin__ssh=ssh)
     token = "" if step is None else _token(settings.state_dir)
@@ -202,12 +206,12 @@ def sweep(
             if not leads:
                 return _take_part(node, place, node.name)
             return _lead_step(leader, node, place, start_us, as_json=as_json)
-        ssh_words = command_words("burnin.ssh", settings.values["burnin.ssh"].value)
-        result = _over_ssh(leader, node, ssh_words, command_words("--remote", remote))
+        return _report(node, _over_ssh(leader, node, settings, remote), start_us, as_json=as_json)
     except ControlStoreUnreachableError as exc:
-        click.echo(f"gpuops: the sweep was not finished: {printable(str(exc))}", err=True)
+        warn(f"the sweep was not finished: {exc}; {_RECORD}")
         return EXIT_TRY_LATER
-    return _report(node, result, start_us, as_json=as_json)
+    except SweepInterruptedError as exc:
+        _interrupted(node, exc, start_us, as_json=as_json)
 
 
 def _step() -> SlurmStep:
@@ -342,16 +346,16 @@ def _lead_step(
             node.settle(found, start_us)  # also if nobody can read the result
 
 
-def _over_ssh(
-    leader: SweepLeader, node: SweptNode, ssh: Sequence[str], remote: Sequence[str]
-) -> SweepResult:
+def _over_ssh(leader: SweepLeader, node: SweptNode, settings: Settings, remote: str) -> SweepResult:
     """Sweep hosts from here; this machine takes no part unless it is one of them."""
+    ssh = command_words("burnin.ssh", settings.values["burnin.ssh"].value)
+    gpuops = command_words("--remote", remote)
     flags = [] if node.is_checked else ["--no-check"]
     flags += [] if node.is_recorded else ["--no-record"]
 
     def words(host: str, place: SweepAddress) -> list[str]:
         join = ["--join", f"{place.host}:{place.port}", "--run-key", place.run_key]
-        return [*remote, "sweep", *join, "--name", host, *flags]
+        return [*gpuops, "sweep", *join, "--name", host, *flags]
 
     address = address_towards(leader.settings.expected[0], 22)
     return leader.lead_remote(address, ssh, words, environ())
@@ -368,10 +372,21 @@ def _record(node: SweptNode, result: SweepResult, start_us: int) -> tuple[Json, 
             node.name,
             context.options,
             clock,
+            deadline_s=RECORD_TEST_S,
         )
         if problem is not None:
             click.echo(problem, err=True)
+        else:
+            options = context.options
+            warn_unless_stored(context.gate.store_url, options.spool_dir, options.root)
     return body, check_run
+
+
+def _interrupted(
+    node: SweptNode, found: SweepInterruptedError, start_us: int, *, as_json: bool
+) -> NoReturn:
+    _report(node, found.result, start_us, as_json=as_json)
+    raise found.cause
 
 
 def _report(node: SweptNode, result: SweepResult, start_us: int, *, as_json: bool) -> int:

@@ -40,6 +40,9 @@ def check_run_of(result: SweepResult, node: str, times_us: tuple[int, int]) -> C
     left_out = {name: f"did not join: {why}" for name, why in result.missing.items()}
     left_out |= {name: f"not tested: {why}" for name, why in result.unfit.items()}
     findings += [_not_swept(name, why) for name, why in left_out.items()]
+    if result.is_interrupted:
+        text = f"interrupted: {len(result.tests)} tests of pairs were done, and nobody is judged"
+        findings.append(_not_swept(node, text))
     n_passed = sum(test.outcome is PairOutcome.PASS for test in result.tests)
     share = f"{100 * result.share_tested:.3g} % of all pairs are tested, counting earlier sweeps"
     findings.append(

@@ -116,6 +116,7 @@ class Burnin:
     _parts: PartsUnderTest | None = None
     _baseline: Baseline | None = None
     _no_baseline: str | None = None
+    _is_over: bool = False
 
     def run(self) -> None:
         """Run all tests that are not done yet; each is saved as it ends.
@@ -146,6 +147,7 @@ class Burnin:
                 reading = self._run_test(test, self._parts, reading)
         if request.keeps_progress:
             forget_progress(state_dir)
+        self._is_over = True
 
     def _run_test(
         self, test: BurninTest, parts: PartsUnderTest, before: CounterReading
@@ -261,8 +263,10 @@ class Burnin:
             findings.append(
                 Finding(check="burnin/baseline", entity=node, status=Status.SKIP, message=text)
             )
-        if missing:
-            text = f"interrupted: not run: {', '.join(missing)}; `--resume` goes on from there"
+        if missing or not self._is_over:
+            text = "interrupted: all tests were run"
+            if missing:
+                text = f"interrupted: not run: {', '.join(missing)}; `--resume` goes on from there"
             reason = UnknownReason.NOT_RECORDED
             findings.append(not_judged(SUITE, self.request.node, text, reason))
         now_us = self.clock.now_us()

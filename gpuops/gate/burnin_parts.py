@@ -73,8 +73,14 @@ def choose_parts(
         text = f"no GPU was tested: {why or 'they could not be read'}; see gpu_driver"
         found = not_judged(CHECK, node, text, UnknownReason.MISSING_TOOL)
         return PartsUnderTest(parts=(), host=host, disks=disks, shape="", findings=(found,))
-    if not gpus.nvml.gpus and context.gpus is None:
-        return PartsUnderTest(parts=groups, host=host, disks=disks, shape=_cpu_shape(len(cpus)))
+    if not gpus.nvml.gpus:
+        shape = _cpu_shape(len(cpus))
+        if context.gpus is None:
+            return PartsUnderTest(parts=groups, host=host, disks=disks, shape=shape)
+        text = f"no GPU was tested: this node has none, and --gpus {','.join(sorted(context.gpus))}"
+        text += " selects some; without --gpus its processors are tested in their place"
+        found = not_judged(CHECK, node, text, UnknownReason.NOT_SUPPORTED)
+        return PartsUnderTest(parts=(), host=host, disks=disks, shape=shape, findings=(found,))
     parts, findings = [], not_found(CHECK, gpus, context)
     for gpu in selected(gpus, context):
         reason = _why_not(gpu)

@@ -35,6 +35,8 @@ from gpuops.units import NS_PER_S
 
 # tests/integration/test_slurm_files.py checks the sum of what a hook may take.
 RECORD_S = 1.0
+# Of a test of minutes, which keeps no job waiting.
+RECORD_TEST_S = 10.0
 LATE_S = 30.0
 _NAMESPACE = uuid.UUID("1b4c5a52-6c0e-5d0b-8a3f-9a4e6d1f2c70")
 _DAY_US = 86_400_000_000
@@ -170,13 +172,15 @@ def record_check_run(
     options: RecordOptions,
     clock: Clock,
     more: Callable[[str], list[Event]] = lambda _run_id: [],
+    *,
+    deadline_s: float = RECORD_S,
 ) -> str | None:
     """Spool *check_run* with its effect on the node's incidents, and start a flusher.
 
     *more* returns further events, given the id of the recorded run. Returns what went wrong, or
     None. The caller must have a single thread.
     """
-    late_ns = clock.mono_ns() + round(RECORD_S * NS_PER_S)
+    late_ns = clock.mono_ns() + round(deadline_s * NS_PER_S)
 
     def events() -> list[Event]:
         if options.state_dir is None:
@@ -193,7 +197,7 @@ def record_check_run(
         incidents = incident_events(changed.incidents, check_run.node, clock)
         return [*found, *incidents, *more(_run_id(found))]
 
-    return record(events, check_run.node, options, clock)
+    return record(events, check_run.node, options, clock, deadline_s=deadline_s)
 
 
 def _run_id(events: Sequence[Event]) -> str:
@@ -228,16 +232,18 @@ def record(
     """Spool the result of *events* and start a flusher; return what went wrong, or None.
 
     A spool that hangs costs *deadline_s*; the child then continues for `LATE_S`, as a disk that a
-    job keeps busy may need seconds. The caller must have a single thread.
+    job keeps busy may need seconds. Ctrl-C and SIGTERM take effect after it. The caller must have a
+    single thread.
     """
     try:
-        child = probe.start_call(
-            lambda: _spooled(options, node, events(), clock),
-            deadline_s=LATE_S,
-            question=f"record {options.spool_dir}",
-            left=abandoned(),
-        )
-        outcome = probe.within(child, deadline_s)
+        with probe.held_signals():
+            child = probe.start_call(
+                lambda: _spooled(options, node, events(), clock),
+                deadline_s=LATE_S,
+                question=f"record {options.spool_dir}",
+                left=abandoned(),
+            )
+            outcome = probe.within(child, deadline_s)
         if outcome is None:
             return late_text("this result", options.spool_dir, child.pid, deadline_s)
         problem = probe.answer(outcome)

@@ -62,7 +62,7 @@ class SweepSettings:
     ``nightly``: the first round of confirmation tests all nodes. ``slow_percent``: see
     `gpuops.burnin.speed.speed_limits`. ``nodes_max``, where the nodes are not known before: take
     part may whoever joins, up to so many. ``why_not`` gets the nodes that could
-    be tested, and says why they are not; None: they are.
+    be tested, and says why they are not; None: they are. ``is_stopped``: it was interrupted.
     """
 
     sweep: str
@@ -77,6 +77,7 @@ class SweepSettings:
     slow_percent: float | None = None
     nodes_max: int | None = None
     why_not: Callable[[Collection[str]], str | None] = lambda _nodes: None
+    is_stopped: Callable[[], bool] = lambda: False
 
     @property
     def round_s(self) -> float:
@@ -90,6 +91,7 @@ class SweepResult:
 
     ``missing``: nodes that did not join, and why as far as known; ``unfit``: those that their
     health check kept out, and why; ``share_tested``: of all pairs, with those of earlier sweeps.
+    ``is_interrupted``: these are the tests until then, and nobody was judged by them.
     """
 
     sweep: str
@@ -101,6 +103,7 @@ class SweepResult:
     verdicts: tuple[BlameVerdict, ...]
     findings: tuple[Finding, ...]
     share_tested: float
+    is_interrupted: bool = False
 
 
 def coordinate(
@@ -116,7 +119,7 @@ def coordinate(
 
     *failed* returns the nodes that cannot take part, and why: they are not waited for. What is slow
     follows from the first rounds (`gpuops.burnin.speed`). *on_round* gets the number of rounds and
-    all tests so far.
+    all tests so far. Once ``settings.is_stopped``, the result is what was done until then.
 
     Raises:
         ControlStoreError: The store cannot be reached.
@@ -130,6 +133,8 @@ def coordinate(
         tests: tuple[PairTest, ...] = ()
         for one in first_rounds(fit, seed=settings.seed, tested=settings.tested, domains=domains):
             tests = (*tests, *coordinator.run_round(one, fit))
+            if settings.is_stopped():
+                break
             on_round(coordinator.step, tests)
         limits = speed_limits(tests, domains=domains, slow_percent=settings.slow_percent)
         tests = tuple(with_speed(test, limits, domains) for test in tests)
@@ -141,31 +146,31 @@ def coordinate(
                 fill=settings.nightly and number == 0,
                 tested=settings.tested,
             )
-            if not one.pairs:
+            if not one.pairs or settings.is_stopped():
                 break
             again = coordinator.run_round(one, fit)
             tests = (*tests, *(with_speed(test, limits, domains) for test in again))
             on_round(coordinator.step, tests)
-        verdicts = blame(tests, domains)
+        is_interrupted = settings.is_stopped()
+        verdicts = () if is_interrupted else blame(tests, domains)
         limit = min(limits.values(), key=lambda one: one.low, default=None)
         has_gpus = any(one.devices for one in fit.values())
         slow_node = FailureClass.GPU_SLOW if has_gpus else FailureClass.HOST_SLOW
         findings = sweep_findings(verdicts, slow_node=slow_node, limit=limit)
-        findings += unmeasured_findings(tests, coordinator.left)
-        coordinator.publish((*findings, *passed_findings(tests, findings)))
+        if not is_interrupted:
+            findings += unmeasured_findings(tests, coordinator.left)
+            coordinator.publish((*findings, *passed_findings(tests, findings)))
         return SweepResult(
             sweep=settings.sweep,
             nodes=tuple(sorted(fit)),
-            missing={
-                node: failed().get(node, f"it did not join within {settings.join_s:g} s")
-                for node in sorted(set(settings.expected) - joined.keys())
-            },
+            missing=_missing(settings, joined, failed()),
             unfit={node: one.unfit for node, one in joined.items() if one.unfit is not None},
             tests=tests,
             details=coordinator.details,
             verdicts=verdicts,
             findings=tuple(findings),
             share_tested=share_tested(fit, settings.tested | _measured(tests)),
+            is_interrupted=is_interrupted,
         )
     finally:
         coordinator.end()
@@ -184,6 +189,7 @@ class _Coordinator:
         self._settings = settings
         self._clock = clock
         self._pause = pause
+        self._is_stopped = settings.is_stopped
         self.step = 0
         self.details: dict[NodePair, str] = {}
         self.left: dict[str, int] = {}
@@ -194,7 +200,8 @@ class _Coordinator:
 
         def are_all_here() -> bool:
             here = self._alive().keys() | failed().keys()
-            return here >= expected if nodes_max is None else len(here) >= nodes_max
+            is_full = here >= expected if nodes_max is None else len(here) >= nodes_max
+            return is_full or self._is_stopped()
 
         self._wait(are_all_here, self._settings.join_s)
         joined = self._alive().items()
@@ -210,8 +217,8 @@ class _Coordinator:
         return {}
 
     def run_round(self, one: SweepRound, joined: Mapping[str, Participant]) -> list[PairTest]:
-        """Have the pairs of a round tested; return what came of each."""
-        if not one.pairs:
+        """Have the pairs of a round tested; return what came of each; if stopped, of those done."""
+        if not one.pairs or self._is_stopped():
             return []
         self.step += 1
         self._note_left(joined)
@@ -222,7 +229,9 @@ class _Coordinator:
                 self._store.put(key(ORDER, self.step, node), order)
         self._store.put(STEP_KEY, encode(SweepStep(number=self.step)))
         reports = self._reports({node for pair in here for node in pair})
-        return [self._test(pair, reports) for pair in one.pairs]
+        is_stopped = self._is_stopped()
+        done = [pair for pair in one.pairs if not is_stopped or reports.keys() >= set(pair)]
+        return [self._test(pair, reports) for pair in done]
 
     def publish(self, findings: Iterable[Finding]) -> None:
         """Write what was found about each node and its pairs, for the node itself."""
@@ -235,7 +244,8 @@ class _Coordinator:
 
     def end(self) -> None:
         """Tell all participants that the sweep is over, and wait until they know."""
-        self._store.put(STEP_KEY, encode(SweepStep(number=self.step, is_over=True)))
+        over = SweepStep(number=self.step, is_over=True, is_interrupted=self._is_stopped())
+        self._store.put(STEP_KEY, encode(over))
         self._wait(lambda: self._by_node(LEFT).keys() >= self._alive().keys(), _LEAVE_S)
 
     def _by_node(self, *words: object) -> dict[str, Entry]:
@@ -265,10 +275,10 @@ class _Coordinator:
         def awaited() -> set[str]:
             return (set(nodes) - self._by_node(REPORT, self.step).keys()) & self._alive().keys()
 
-        self._wait(lambda: not awaited(), self._settings.round_s)
+        self._wait(lambda: self._is_stopped() or not awaited(), self._settings.round_s)
         found = self._by_node(REPORT, self.step).items()
         reports = {node: decode(PairReport, entry, "a report") for node, entry in found}
-        silent = set(nodes) - reports.keys()
+        silent = set() if self._is_stopped() else set(nodes) - reports.keys()
         self._note_left(silent)
         late = f"no report in {self._settings.round_s:g} s"
         for node in silent - self.left.keys():
@@ -306,6 +316,15 @@ class _Coordinator:
         end_ns = self._clock.mono_ns() + round(limit_s * NS_PER_S)
         while not condition() and self._clock.mono_ns() < end_ns:
             self._pause(_POLL_S)
+
+
+def _missing(
+    settings: SweepSettings, joined: Collection[str], failed: Mapping[str, str]
+) -> Mapping[str, str]:
+    late = f"it did not join within {settings.join_s:g} s"
+    if settings.is_stopped():
+        late = "it had not joined when the sweep was interrupted"
+    return {node: failed.get(node, late) for node in sorted(set(settings.expected) - {*joined})}
 
 
 def _measured(tests: Iterable[PairTest]) -> frozenset[NodePair]:

@@ -34,10 +34,11 @@ class Participant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStep:
-    """The step that the sweep is at. ``is_over``: there are no more."""
+    """The step that the sweep is at. ``is_over``: there are no more, also if it was interrupted."""
 
     number: int
     is_over: bool = False
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

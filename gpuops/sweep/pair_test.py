@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,10 @@ from gpuops.host.net.traffic import interface_of
 from gpuops.host.process.command import CommandEnd, module_command, run_bounded
 from gpuops.sweep.coordinator import START_S
 from gpuops.sweep.messages import DETAIL_CHARS_MAX, PairOrder, PairReport
-from gpuops.sweep.participant import Exchange
+from gpuops.sweep.participant import Exchange, IsOver
 
 PROGRAM = "gpuops.worker.burnin.pair"
+_IS_OVER_S = 2.0  # rare: what the question sends is on the link that is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class PairTestRunner:
     env: Mapping[str, str]
     command: tuple[str, ...] = module_command(PROGRAM)
 
-    def __call__(self, order: PairOrder, node: str, address: str, exchange: Exchange) -> PairReport:
+    def __call__(
+        self, order: PairOrder, node: str, address: str, exchange: Exchange, is_over: IsOver
+    ) -> PairReport:
         """Run one test; a `gpuops.sweep.participant.PairTester`."""
         is_first = node == order.a
         with ExitStack() as stack:
@@ -42,7 +45,7 @@ class PairTestRunner:
                         outcome=PairOutcome.UNKNOWN, detail=f"{order.a} did not begin the test"
                     )
                 place = found
-            ends = self._run(order, is_first, address, place, listener)
+            ends = self._run(order, is_first, address, place, listener, is_over)
         return report_of(ends, is_first=is_first)
 
     def _run(
@@ -52,8 +55,9 @@ class PairTestRunner:
         address: str,
         place: tuple[str, int],
         listener: socket.socket | None,
+        is_over: IsOver,
     ) -> list[CommandEnd]:
-        """Return how the process of each device ended; all end once one of them did badly."""
+        """Return how the process of each device ended; all end once one failed or it *is_over*."""
         n_local = max(order.devices, 1)
         failed = threading.Event()
         interface = interface_of(address)
@@ -88,7 +92,11 @@ class PairTestRunner:
 
         with ThreadPoolExecutor(n_local) as pool:
             try:
-                return list(pool.map(run_one, range(n_local)))
+                ends = [pool.submit(run_one, local) for local in range(n_local)]
+                while wait(ends, _IS_OVER_S).not_done:
+                    if is_over():
+                        failed.set()
+                return [end.result() for end in ends]
             finally:
                 failed.set()  # Ctrl-C waits for no test
 

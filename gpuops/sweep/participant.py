@@ -29,12 +29,13 @@ PORT_S = 60.0  # for the partner to begin to listen: it may still end its last t
 _POLL_S = 0.05
 
 Exchange = Callable[[int | None], tuple[str, int] | None]
-PairTester = Callable[[PairOrder, str, str, Exchange], PairReport]
+IsOver = Callable[[], bool]
+PairTester = Callable[[PairOrder, str, str, Exchange, IsOver], PairReport]
 Pause = Callable[[float], None]
 
 
 class CoordinatorLostError(ControlStoreUnreachableError):
-    """The coordinator of the sweep is gone: nobody decides about further rounds."""
+    """The coordinator of the sweep ended before the sweep: nobody decides about further rounds."""
 
 
 def participate(
@@ -50,7 +51,8 @@ def participate(
 
     *test_pair* gets the order, this node's name and address, and an exchange: called with a port it
     tells the partner where this node listens, called with None it returns the partner's address and
-    port, None if the partner does not say in time.
+    port, None if the partner does not say in time. Its last argument says, when it is asked now and
+    then, whether nobody waits for the result any more.
 
     Raises:
         CoordinatorLostError: See there.
@@ -71,6 +73,8 @@ def participate(
         if step.is_over:
             found = _findings(store, me.node)
             store.put(key(LEFT, me.node), b"1")
+            if step.is_interrupted:
+                raise CoordinatorLostError("it was interrupted on the node that leads it")
             return found
         _obey(store, me, step.number, test_pair, pause)
 
@@ -93,7 +97,14 @@ def _obey(
             return None
         return _partner_port(store, step, order.a, pause)
 
-    report = test_pair(order, me.node, me.address, exchange)
+    def is_over() -> bool:
+        try:
+            now = decode(SweepStep, store.get(STEP_KEY), "the step of the sweep")
+        except ControlStoreUnreachableError:
+            return False  # perhaps only slow: the link is under test
+        return now.is_over or now.number != step
+
+    report = test_pair(order, me.node, me.address, exchange, is_over)
     store.put(key(REPORT, step, me.node), encode(report))
 
 

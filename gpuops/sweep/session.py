@@ -1,6 +1,7 @@
 """A sweep from one process: reaching its control store, taking part, leading, or both."""
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,18 @@ from gpuops.sweep.pair_test import PairTestRunner
 from gpuops.sweep.participant import participate
 
 _RETRY_S = 0.2
+# Of the server, where the process that leads was killed and cannot end it; who takes part asks it
+# every few seconds.
+_LEASE_S = 30.0
+
+
+class SweepInterruptedError(Exception):
+    """Ctrl-C or SIGTERM: *cause*. ``result``: what was done until then, to be recorded."""
+
+    def __init__(self, result: SweepResult, cause: KeyboardInterrupt) -> None:
+        super().__init__("the sweep was interrupted")
+        self.result = result
+        self.cause = cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +76,15 @@ class SweepLeader:
 
         Raises:
             ControlStoreError: See `take_part`.
+            SweepInterruptedError: See there.
         """
-        server = start_server(place.host, place.port, run_key=place.run_key, token=place.token)
-        with ThreadPoolExecutor(1) as pool:
-            leading = pool.submit(self._lead, place, dict)
-            try:
-                found = take_part(place, me, env)
-                return leading.result(), found
-            finally:
-                server.kill()
+        server = start_server(
+            place.host, place.port, run_key=place.run_key, token=place.token, lease_s=_LEASE_S
+        )
+        try:
+            return self._lead(place, dict, lambda: take_part(place, me, env))
+        finally:
+            server.kill()
 
     def lead_remote(
         self,
@@ -86,26 +99,53 @@ class SweepLeader:
 
         Raises:
             ControlStoreError: The store cannot be started or reached.
+            SweepInterruptedError: See there.
             UsageError: The ssh command cannot be started.
         """
         token, run_key = secrets.token_hex(32), f"sweep-{secrets.token_hex(8)}"
-        server = start_server(address, 0, run_key=run_key, token=token)
+        server = start_server(address, 0, run_key=run_key, token=token, lease_s=_LEASE_S)
         place = SweepAddress(host=address, port=server.port, run_key=run_key, token=token)
         try:
             hosts = self.settings.expected
             remote = start_remote(ssh, hosts, lambda host: words(host, place), token, env)
             try:
-                return self._lead(place, remote.failures)
+                return self._lead(place, remote.failures, tuple)[0]
             finally:
                 remote.close()
         finally:
             server.kill()
 
-    def _lead(self, place: SweepAddress, failed: Callable[[], Mapping[str, str]]) -> SweepResult:
+    def _lead(
+        self,
+        place: SweepAddress,
+        failed: Callable[[], Mapping[str, str]],
+        meanwhile: Callable[[], Sequence[Finding]],
+    ) -> tuple[SweepResult, Sequence[Finding]]:
+        """Lead in a thread, whose talk with the store no signal interrupts; do *meanwhile* here."""
+        stopped = threading.Event()
+        settings = replace(self.settings, is_stopped=stopped.is_set)
+        with ThreadPoolExecutor(1) as pool:
+            leading = pool.submit(self._coordinate, settings, place, failed)
+            try:
+                found = meanwhile()
+                return leading.result(), found
+            except KeyboardInterrupt as exc:
+                stopped.set()
+                raise SweepInterruptedError(leading.result(), exc) from exc
+            except BaseException:  # boundary: the thread waits for nobody
+                stopped.set()
+                raise
+
+    def _coordinate(
+        self,
+        settings: SweepSettings,
+        place: SweepAddress,
+        failed: Callable[[], Mapping[str, str]],
+    ) -> SweepResult:
         store = _reach(place)
         try:
             return coordinate(
-                store, self.settings, self.clock, time.sleep, failed=failed, on_round=self.on_round
+                store, settings, self.clock, time.sleep, failed=failed, on_round=self.on_round
             )
         finally:
             store.close()

@@ -28,7 +28,7 @@ from gpuops.burnin.results import (
 from gpuops.errors import BusyError, ConfigError, UsageError
 from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher, program_command
 from gpuops.gate.burnin_counters import counting_plan
-from gpuops.gate.burnin_progress import progress_path
+from gpuops.gate.burnin_progress import BurninProgress, progress_path, save_progress
 from gpuops.gate.drain import read_diagnostic
 from gpuops.gate.node_lock import node_lock
 from gpuops.gate.session import CheckRequest, check_node, make_plan
@@ -36,6 +36,8 @@ from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import process_state
 from gpuops.model import Entity, EntityKind, FailureClass, Status, UnknownReason
 
+# What was recorded stays in the spool.
+NO_STORE = "sqlite:////dev/null/gpuops.db"
 NODE = Entity(EntityKind.NODE, "n1")
 CPUS = [Entity(EntityKind.CPU, str(number)) for number in range(3)]
 GEMM = dataclasses.replace(TESTS["gemm"], seconds=0.1)
@@ -297,6 +299,54 @@ def test_errors_that_grow_during_a_test_fail_it_though_it_is_fast(burnin, root):
     assert found.message.endswith("; new during the burn-in test gemm")
 
 
+class InterruptedClock(FakeClock):
+    """A clock whose call with that number is interrupted, as is the callback `step`."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def step(self, *_):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def now_us(self):
+        self.step()
+        return super().now_us()
+
+
+def test_wherever_it_is_interrupted_what_was_done_is_the_result_and_resume_goes_on(burnin):
+    """During the counters, between tests, and while one is saved."""
+    n_done, number = set(), 0
+    while number < 100:
+        number += 1
+        clock = InterruptedClock(number)
+        made = burnin(
+            lambda _test, part: says(*healthy(part)),
+            tests=(GEMM, HBM),
+            cpus=(0,),
+            watcher=BurninWatcher(on_start=clock.step, on_done=clock.step),
+        )
+        made.clock = clock
+        try:
+            made.run()
+        except KeyboardInterrupt:
+            partial = made.result()
+        else:
+            break
+        (found,) = bad(partial)
+        rates = {item.check for item in partial.findings if item.unit == "TFLOP/s"}
+        n_done.add(len(rates))
+        missing = [name for name in ("gemm", "hbm") if f"burnin/{name}" not in rates]
+        text = f"interrupted: not run: {', '.join(missing)};" if missing else "interrupted: all"
+        assert (found.status, found.unknown_reason) == (Status.UNKNOWN, UnknownReason.NOT_RECORDED)
+        assert found.message.startswith(text)
+
+    assert n_done == {0, 1, 2}
+    assert number > 6
+
+
 def interrupts(marker):
     """Return the code of a program that interrupts its parent as Ctrl-C does, and goes on."""
     stays = f"open({str(marker)!r}, 'w').write(str(os.getpid()))\n"
@@ -331,6 +381,41 @@ def test_ctrl_c_leaves_nothing_running_keeps_what_was_done_and_resume_goes_on(bu
     assert {item.check for item in result.findings if item.unit} == {"burnin/gemm", "burnin/hbm"}
     assert len(again.measured()) == 6
     assert not progress_path(tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"), [("SIGINT", 130, ""), ("SIGTERM", 143, " by SIGTERM")]
+)
+def test_the_command_records_what_was_done_and_leaves_nothing(tmp_path, number, code, text):
+    """Interrupted in its second test, where its store is a file that is no database."""
+    (tmp_path / "store.db").write_text("no database" * 1000)
+    (tmp_path / "tmp").mkdir()
+    env = {
+        **plant(tmp_path / "site", f"{number} in hbm"),
+        "GPUOPS_STATE": str(tmp_path / "state"),
+        "GPUOPS_SPOOL": str(tmp_path / "spool"),
+        "GPUOPS_STORE": f"sqlite:///{tmp_path}/store.db",
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    done = gpuops("burnin", "--only", "gemm,hbm", "--json", env=env)
+
+    assert done.returncode == code, done.stderr
+    spooled, interrupted = filter(None, done.stderr.splitlines())
+    assert spooled.startswith(f"gpuops: spooled in {tmp_path}/spool, the store has it after")
+    assert "file is not a database" in spooled
+    assert interrupted == f"gpuops: interrupted{text}"
+    body = json.loads(done.stdout)
+    assert {item["test"] for item in body["measurements"]} == {"gemm"}
+    pids = [int(path.name) for path in (tmp_path / "site" / "pids").iterdir()]
+    assert pids
+    assert all(process_state(pid) is None or process_state(pid).ended for pid in pids)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    lines = "".join(p.read_text() for p in (tmp_path / "spool").rglob("*") if p.is_file())
+    assert lines.count('"burnin.measured"') == len(body["measurements"])
+    assert "interrupted: not run: hbm" in lines
+
+    env["PLANTED"] = "right"
+    assert gpuops("burnin", "--only", "gemm,hbm", "--resume", env=env).returncode == 0
 
 
 def test_resume_refuses_what_was_not_begun_or_was_another_burn_in(burnin, tmp_path):
@@ -371,7 +456,7 @@ def test_a_result_that_cannot_be_printed_is_recorded(tmp_path):
         **plant(tmp_path / "site", "right"),
         "GPUOPS_STATE": str(state),
         "GPUOPS_SPOOL": str(spool),
-        "GPUOPS_STORE": f"sqlite:///{tmp_path}/missing/gpuops.db",
+        "GPUOPS_STORE": NO_STORE,
     }
     with open("/dev/full", "w") as full:  # noqa: PTH123 a device
         done = subprocess.run(
@@ -390,9 +475,12 @@ def test_a_result_that_cannot_be_printed_is_recorded(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
-def test_a_full_disk_costs_the_resume_and_no_result(burnin, tmp_path):
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_full_disk_costs_the_resume_and_no_result(burnin, tmp_path, resume):
     problems = []
     with small_disk(tmp_path / "disk", "64k") as disk:
+        if resume:  # the disk fills up between the two
+            save_progress(disk, BurninProgress(plan="--tier 10m", start_us=1))
         (disk / "filler").write_bytes(b"")
         with (disk / "filler").open("wb", buffering=0) as file:
             try:
@@ -404,6 +492,7 @@ def test_a_full_disk_costs_the_resume_and_no_result(burnin, tmp_path):
             lambda _test, part: says(*healthy(part)),
             watcher=BurninWatcher(on_problem=problems.append),
             state_dir=disk,
+            resume=resume,
         )
         result = run(made)
 
@@ -536,8 +625,7 @@ def test_a_burn_in_that_is_not_recorded_leaves_the_interrupted_one(tmp_path):
 
 @pytest.mark.torch
 def test_this_machine_passes_a_short_burn_in_of_its_processors(tmp_path):
-    # No store, so that what was recorded stays in the spool.
-    env = {"GPUOPS_STORE": f"sqlite:///{tmp_path}/missing/gpuops.db"}
+    env = {"GPUOPS_STORE": NO_STORE}
     result = gpuops("burnin", "--duration", "5", "--json", env=env, timeout=110)
 
     assert result.returncode == 0, result.stdout + result.stderr

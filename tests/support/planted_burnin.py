@@ -1,7 +1,7 @@
 """Programs of a burn-in that print planted results at once, in the real commands' processes."""
 
 SITE = """
-import os, sys, time
+import os, signal, sys, time
 words = sys.orig_argv
 if "gpuops.worker.burnin" in words:
     from gpuops.burnin.results import Measurement, ProgramEnd, WrongResult, to_line
@@ -17,6 +17,11 @@ if "gpuops.worker.burnin" in words:
     ]
     if os.environ["PLANTED"] == "wrong":
         records.insert(0, WrongResult(**about, parameters="fp32", message="3 elements differ"))
+    number, is_in, of_test = os.environ["PLANTED"].partition(" in ")
+    if is_in and of_test == test:  # interrupts the burn-in, and goes on
+        os.makedirs(os.path.dirname(__file__) + f"/pids/{os.getpid()}")
+        os.kill(os.getppid(), signal.Signals[number])
+        time.sleep(600)
     print("".join(to_line(record) + "\\n" for record in records), flush=True)
     os._exit(0)
 if "run" in words:  # whether the burn-in ends in time is no matter of these tests
@@ -28,7 +33,10 @@ if "run" in words:  # whether the burn-in ends in time is no matter of these tes
 
 
 def plant(folder, planted):
-    """Return the environment in which burn-ins are *planted*: ``right``, ``wrong`` or ``late``."""
+    """Return the environment in which burn-ins are *planted*: ``right``, ``wrong`` or ``late``.
+
+    ``SIGINT in hbm``: that test interrupts the burn-in.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SITE)
     return {"PYTHONPATH": str(folder), "PLANTED": planted}

@@ -369,4 +369,6 @@ def spawn_detached(argv: Sequence[str], env: Mapping[str, str]) -> int:
         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
         (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
     ]
-    return os.posix_spawn(argv[0], list(argv), env, file_actions=actions, setsid=True)
+    return os.posix_spawn(
+        argv[0], list(argv), env, file_actions=actions, setsid=True, setsigmask=()
+    )

@@ -19,6 +19,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from pathlib import Path
@@ -254,7 +255,7 @@ def start_call(
 
 
 def fork() -> int:
-    """Fork as `os.fork` does, with SIGINT held back meanwhile.
+    """Fork as `os.fork` does, with SIGINT and SIGTERM held back meanwhile.
 
     Python prints and ignores what is raised in the callbacks around a fork, of which logging has
     some: a Ctrl-C that came there was lost.
@@ -262,9 +263,16 @@ def fork() -> int:
     Raises:
         OSError: This machine has no processes left.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with held_signals():
         return os.fork()
+
+
+@contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -63,6 +63,9 @@ def start_remote(
                 env=dict(env),
                 start_new_session=True,
             )
+        except KeyboardInterrupt:
+            RemoteCommands(started).close()
+            raise
         except OSError as exc:
             RemoteCommands(started).close()
             raise UsageError(

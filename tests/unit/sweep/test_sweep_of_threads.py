@@ -11,14 +11,14 @@ from support.runs import wait_until
 
 from gpuops.burnin.blame import BlameKind
 from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
-from gpuops.cli.sweep_result import check_run_of, sweep_body, sweep_events
+from gpuops.cli.sweep_result import check_run_of, stored_body, sweep_body, sweep_events
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStore
 from gpuops.host.clock import SystemClock
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
 from gpuops.sweep.messages import ALIVE, PairOrder, PairReport, Participant, key
-from gpuops.sweep.participant import CoordinatorLostError, Exchange, participate
+from gpuops.sweep.participant import CoordinatorLostError, Exchange, IsOver, participate
 
 NODES = ("n1", "n2", "n3", "n4")
 PASSED = PairReport(outcome=PairOutcome.PASS, value=10.0)
@@ -41,8 +41,9 @@ class FakeTester:
     done: list[tuple[str, str]] = field(default_factory=list)
 
     def __call__(
-        self, order: PairOrder, node: str, _address: str, exchange: Exchange
+        self, order: PairOrder, node: str, _address: str, exchange: Exchange, is_over: IsOver
     ) -> PairReport:
+        assert not is_over()
         if node == order.a:
             exchange(4711)
             self.done.append(order.nodes)
@@ -70,7 +71,7 @@ class Fleet:
 
     def _run(self, node: str, unfit: str | None) -> None:
         me = Participant(node=node, address=f"address of {node}", unfit=unfit, devices=self.devices)
-        with contextlib.suppress(LeftError):
+        with contextlib.suppress(LeftError, CoordinatorLostError):
             self.findings[node] = participate(self.store.new_handle(), me, self.tester, pause)
 
     def sweep(
@@ -229,7 +230,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_round_is_named_and_not_convicted(
 
     class Leaves(FakeTester):
         def __call__(
-            self, order: PairOrder, node: str, address: str, exchange: Exchange
+            self, order: PairOrder, node: str, address: str, exchange: Exchange, is_over: IsOver
         ) -> PairReport:
             if "n2" in order.nodes:
                 ordered.add(order.nodes)
@@ -237,7 +238,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_round_is_named_and_not_convicted(
                 if node == "n2":
                     raise LeftError
                 return FAILED
-            return super().__call__(order, node, address, exchange)
+            return super().__call__(order, node, address, exchange, is_over)
 
     store: ControlStore = four.store.new_handle()
     four.tester = Leaves()
@@ -279,6 +280,49 @@ def test_a_test_that_measured_nothing_is_no_event_of_its_pair() -> None:
     assert ended.payload["n_tests"] == 1
 
 
+def test_an_interrupted_sweep_has_what_was_done_and_names_nobody(
+    fleet: Callable[..., Fleet],
+) -> None:
+    four, stopped, started = fleet("n3"), threading.Event(), list[str]()
+
+    class Stops(FakeTester):
+        """Interrupts the second round, in which n1 alone goes on until it is over."""
+
+        def __call__(
+            self, order: PairOrder, node: str, address: str, exchange: Exchange, is_over: IsOver
+        ) -> PairReport:
+            started.append(node)
+            if started.count(node) == 1 or "n1" not in order.nodes:
+                return super().__call__(order, node, address, exchange, is_over)
+            stopped.set()
+            while node == "n1" and not is_over():
+                pause(0.01)
+            return FAILED
+
+    four.tester = Stops(("n3",))
+    four.join(*NODES)
+    result = four.sweep(is_stopped=stopped.is_set)
+    assert not any(thread.is_alive() for thread in four.threads)
+    assert four.findings == {}  # each raised that the sweep was interrupted
+    assert (result.is_interrupted, result.verdicts, result.findings) == (True, (), ())
+    assert 2 <= len(result.tests) <= 3
+    assert {test.outcome for test in result.tests} == {PairOutcome.PASS, PairOutcome.FAIL}
+    check_run = check_run_of(result, "n1", (0, 1))
+    body, _ = stored_body(
+        sweep_events(sweep_body(result, check_run), result.tests, "n1", SystemClock())[0].payload
+    )
+    (found,) = [item for item in body["findings"] if item["status"] == "unknown"]
+    assert found["message"].startswith(f"interrupted: {len(result.tests)} tests of pairs were done")
+
+
+def test_a_sweep_that_is_interrupted_before_it_began_waits_for_nobody(
+    fleet: Callable[..., Fleet],
+) -> None:
+    result = fleet().sweep(join_s=600.0, is_stopped=lambda: True)
+    assert (result.is_interrupted, result.tests) == (True, ())
+    assert set(result.missing.values()) == {"it had not joined when the sweep was interrupted"}
+
+
 def test_participants_end_when_nobody_leads(fleet: Callable[..., Fleet]) -> None:
     me = Participant(node="n1", address="here")
     with pytest.raises(CoordinatorLostError):
@@ -288,9 +332,9 @@ def test_participants_end_when_nobody_leads(fleet: Callable[..., Fleet]) -> None
 def test_a_pair_below_the_median_of_the_others_is_slow(fleet: Callable[..., Fleet]) -> None:
     class Slow(FakeTester):
         def __call__(
-            self, order: PairOrder, node: str, address: str, exchange: Exchange
+            self, order: PairOrder, node: str, address: str, exchange: Exchange, is_over: IsOver
         ) -> PairReport:
-            report = super().__call__(order, node, address, exchange)
+            report = super().__call__(order, node, address, exchange, is_over)
             return replace(report, value=7.0) if "n2" in order.nodes else report
 
     four = fleet()

@@ -102,7 +102,7 @@ def _finding(
         check=CHECK,
         entity=verdict.entity,
         status=verdict.status,
-        value=round(statistics.median(rates), 2) if rates else None,
+        value=float(f"{statistics.median(rates):.4g}") if rates else None,
         unit=verdict.evidence[0].unit if rates else None,
         threshold=shown.text if shown else "passes with two partners",
         source=shown.source if shown else _BLAME_SOURCE,

@@ -1,21 +1,14 @@
 """``gpuops sweep --hosts``: four hosts in namespaces, with a cut link and a slow host."""
 
-import json
-import os
-import subprocess
-import sys
-import threading
-import time
-
 import pytest
 from support.hosts import Host, Hosts
 from support.stories import Teller, burnin, envelopes
+from support.swept_hosts import run, shown, store_url, swept
 
 from gpuops.store.engine import open_store
 from gpuops.store.ingest.batch import ingest
 
 pytestmark = pytest.mark.timeout(900)
-PAUSE = threading.Event()
 
 
 @pytest.fixture
@@ -24,62 +17,6 @@ def four_hosts(tmp_path):
         for host in hosts:
             host.throttle(400_000)  # the network decides, not how busy this machine is
         yield hosts
-
-
-def fake_ssh(hosts, folder):
-    """Return a program that runs a command in the namespace of the host with that address."""
-    lines = ["#!/bin/sh", "host=$1; shift", "case $host in"]
-    for host in hosts:
-        if host.namespace is None:
-            continue
-        settings = [f"SLURMD_NODENAME={host.name}", f"GPUOPS_STATE={host.folder}/state"]
-        words = ["ip", "netns", "exec", host.namespace, "env", *settings]
-        lines.append(f'{host.address}) exec {" ".join(words)} "$@";;')
-    lines += ["*) echo 'no route to host' >&2; exit 255;;", "esac"]
-    program = folder / "ssh"
-    program.write_text("\n".join(lines) + "\n")
-    program.chmod(0o755)
-    return program
-
-
-def run(folder, *words):
-    """Return the finished ``gpuops *words*`` of the machine around the hosts."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUOPS_")}
-    places = {f"GPUOPS_{name}": str(folder / name) for name in ("STATE", "SPOOL")}
-    return subprocess.run(
-        [sys.executable, "-m", "gpuops", *words],
-        env={**kept, **places, "GPUOPS_STORE": store_url(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
-def store_url(folder):
-    return f"sqlite:///{folder}/store.db"
-
-
-def swept(hosts, folder, *words):
-    """Return the exit code of a sweep of *hosts* and what it printed as JSON."""
-    names = ",".join(host.address for host in hosts)
-    done = run(
-        folder,
-        *("sweep", "--hosts", names, "--json"),
-        *("--ssh", str(fake_ssh(hosts, folder)), "--remote", f"{sys.executable} -m gpuops"),
-        *("--no-check", "--size", "2MiB", "--seconds", "0.5", *words),
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
-
-
-def shown(folder, *words):
-    """Return what ``gpuops *words --json`` prints, once the whole sweep is in the store."""
-    until = time.monotonic() + 120
-    while (done := run(folder, *words, "--json")).returncode or done.stderr:
-        assert time.monotonic() < until, done.stderr
-        PAUSE.wait(0.5)
-    return json.loads(done.stdout)
 
 
 def test_the_cut_link_and_the_slow_host_are_named_and_nothing_else(four_hosts, tmp_path):

@@ -140,9 +140,10 @@ class Host:
             pytest.skip("this kernel has no sch_netem")
         assert done.returncode == 0, done.stderr
 
-    def throttle(self, kbit):
+    def throttle(self, kbit, *, burst_kb=16, queue_ms=400):
         """Let only so much reach this host."""
-        shape = ["tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "400ms"]
+        rate = ["rate", f"{kbit}kbit", "burst", f"{burst_kb}kb"]
+        shape = ["tbf", *rate, "latency", f"{queue_ms}ms"]
         words = ["tc", "qdisc", "replace", "dev", self.link, "root", *shape]
         subprocess.run(words, check=True, capture_output=True)
 
@@ -243,6 +244,18 @@ class Hosts(Several):
         run_ip("-n", namespace, "link", "set", "dev", "lo", "up")
         run_ip("-n", namespace, "link", "set", "dev", "eth0", "up")
         return Host(name=name, address=address, folder=folder, namespace=namespace, link=link)
+
+    def cable(self, one, other):
+        """Lay a cable ``eth1`` between two hosts, over which all goes that they send each other."""
+        ends = one.namespace, other.namespace
+        run_ip(
+            *("-n", ends[0], "link", "add", "eth1", "type", "veth"),
+            *("peer", "name", "eth1", "netns", ends[1]),
+        )
+        for host, peer in ((one, other), (other, one)):
+            run_ip("-n", host.namespace, "link", "set", "dev", "eth1", "up")
+            route = f"{peer.address}/32", "dev", "eth1", "src", host.address
+            run_ip("-n", host.namespace, "route", "add", *route)
 
     def partition(self, *groups):
         """Let hosts reach those of their own group alone; one in no group reaches nobody."""

@@ -7,12 +7,9 @@ are one machine: a rate counts as slow below a tenth of the median, whatever run
 import fcntl
 import json
 import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
-from support.services import unavailable
+from support.slow_sender import slow_sender
 from support.slurm import SHIPPED
 
 pytestmark = [
@@ -22,7 +19,6 @@ pytestmark = [
     pytest.mark.cc,
     pytest.mark.timeout(900),
 ]
-SLOW_SENDER = Path(__file__).parents[2] / "support" / "slow_sender.c"
 BAD, LIMIT_S = "n3", 600
 # What a login of root gives its jobs is the node's environment here. Its GPUs are a mock of NVML.
 PROGRAM = """\
@@ -41,16 +37,7 @@ class Nightly:
 
     def __init__(self, cluster, folder, history):
         self.cluster, self.folder, self.history = cluster, folder, history
-        compiler = shutil.which("gcc") or shutil.which("cc")
-        if compiler is None:
-            unavailable("no C compiler for the slow node")
-        self.library = folder / "slow_sender.so"
-        flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-        subprocess.run(
-            [compiler, *flags, "-o", str(self.library), str(SLOW_SENDER), "-ldl"],
-            check=True,
-            timeout=60,
-        )
+        self.library = slow_sender(folder)
 
     def run(self, nodes, front=""):
         """Return the fields of the job at its end, and the result that it printed."""

@@ -1,6 +1,7 @@
 """What the outcomes of pair tests name: a node, a pair, the fabric, or nothing."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -168,6 +169,12 @@ def test_findings_have_the_class_of_what_was_seen():
     assert found("atb c+d", "a+c b+d").failure_class is FailureClass.NETWORK_CONNECTION
     assert found("asb csd e+f g+h").shared_cause
     assert not slow.shared_cause
+
+
+def test_a_slow_rate_of_a_slow_network_is_not_rounded_to_nothing():
+    tests = [replace(test, value=test.value and 0.0016149) for test in swept("asb c+d", "a+c b+d")]
+    (finding,) = sweep_findings(blame(tests), slow_node=FailureClass.HOST_SLOW)
+    assert finding.value == 0.001615
 
 
 @pytest.mark.parametrize("n", range(3, 10))

@@ -1,6 +1,7 @@
 """``gpuops sweep show``, ``sweep history`` and ``node show``: sweeps out of the store."""
 
 import contextlib
+import io
 import json
 import random
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gpuops.cli.sweep import _lead_step, _why_not, before_a_run
 from gpuops.cli.sweep_result import print_sweep, stored_body, sweep_events
 from gpuops.cli.sweep_show import known_pairs
 from gpuops.config.resolve import environ, resolve
+from gpuops.control.tcp.process import start_server
 from gpuops.errors import GpuopsError
 from gpuops.host.clock import FakeClock, SystemClock
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status
@@ -143,6 +145,8 @@ def test_options_of_a_sweep_before_show_are_refused(call):
     ("words", "text"),
     [
         (("--hosts", "-oProxyCommand=x,b"), "'-oProxyCommand=x' is no host"),
+        (("--hosts", "a"), "'a' names 1 host, and a pair needs two; one node alone is tested by"),
+        (("--hosts", "a,a"), "'a,a' names 1 host, and a pair needs two"),
         (("--ssh", "ssh 'x"), """burnin.ssh "ssh 'x": No closing quotation"""),
         (("--remote", "'x"), "No closing quotation"),
         (("--remote", ""), "--remote '': a command is expected"),
@@ -158,6 +162,31 @@ def test_mistakes_on_the_command_line_are_64(call, words, text):
 
     assert (code, out) == (64, "")
     assert text in err
+    assert "Traceback" not in err
+
+
+def test_a_step_of_one_node_is_64_and_says_what_tests_it(call, monkeypatch):
+    step = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "STEP_NODELIST": "n1"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    code, out, err = call("sweep")
+
+    assert (code, out) == (64, "")
+    assert "the step has one node, n1, and a pair needs two; `gpuops burnin` tests one node" in err
+
+
+def test_a_node_with_another_token_takes_no_part_and_says_so(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUOPS_STATE", str(tmp_path / "state"))
+    server = start_server("127.0.0.1", 0, run_key="k", token="right")
+    try:
+        monkeypatch.setattr("sys.stdin", io.StringIO("wrong\n"))
+        place = ("--join", f"127.0.0.1:{server.port}", "--run-key", "k", "--name", "n1")
+        code, out, err = call("sweep", "--no-check", *place)
+    finally:
+        server.kill()
+
+    assert (code, out) == (70, "")
+    assert "token" in err
     assert "Traceback" not in err
 
 

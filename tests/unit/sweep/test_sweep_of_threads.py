@@ -14,7 +14,7 @@ from gpuops.burnin.pairs import PairOutcome, PairTest, node_pair
 from gpuops.cli.sweep_result import check_run_of, stored_body, sweep_body, sweep_events
 from gpuops.control.memory import MemoryControlStore
 from gpuops.control.store import ControlStore
-from gpuops.host.clock import SystemClock
+from gpuops.host.clock import Clock, SystemClock
 from gpuops.model import FailureClass, Finding, Status
 from gpuops.sweep.coordinator import SweepResult, SweepSettings, coordinate
 from gpuops.sweep.messages import ALIVE, PairOrder, PairReport, Participant, key
@@ -62,6 +62,7 @@ class Fleet:
     findings: dict[str, Sequence[Finding]] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
     devices: int = 0
+    clock: Clock = field(default_factory=SystemClock)
 
     def join(self, *nodes: str, unfit: str | None = None) -> None:
         for node in nodes:
@@ -93,7 +94,7 @@ class Fleet:
         result = coordinate(
             self.store.new_handle(),
             settings,
-            SystemClock(),
+            self.clock,
             pause,
         )
         for thread in self.threads:
@@ -189,6 +190,22 @@ def test_successive_sweeps_draw_untested_pairs_and_a_nightly_one_uses_idle_nodes
         assert tested.isdisjoint(drawn)
         tested |= drawn
         assert result.share_tested == len(tested) / (18 * 17 / 2)
+
+
+def test_clocks_an_hour_apart_change_nothing_and_tests_have_the_time_of_who_leads(
+    fleet: Callable[..., Fleet],
+) -> None:
+    class HourAhead(SystemClock):
+        def now_us(self) -> int:
+            return super().now_us() + 3600 * 10**6
+
+    four = fleet("n3")
+    four.clock = HourAhead()
+    four.join(*NODES)
+    began_us = four.clock.now_us()
+    result = four.sweep()
+    assert [verdict.entity.id for verdict in result.verdicts] == ["n3"]
+    assert min(test.t_us for test in result.tests) >= began_us
 
 
 def test_a_bad_node_is_named_and_learns_it_itself(fleet: Callable[..., Fleet]) -> None:

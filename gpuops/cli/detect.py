@@ -10,8 +10,14 @@ import click
 
 from gpuops.cli.options import json_option
 from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
-from gpuops.detect.recorder_dump import RankDump, parse_dump
-from gpuops.detect.slow_rank import GROUP_MIN, STEPS_MIN, SlowRank, SlowRankDetector
+from gpuops.detect.recorder_dump import RANKS_MAX, RankDump, parse_dump
+from gpuops.detect.slow_rank import (
+    GROUP_MIN,
+    NOISY_STEPS_MIN,
+    STEPS_MIN,
+    SlowRank,
+    SlowRankDetector,
+)
 from gpuops.detect.step_table import OwnTimes, TableWorker, own_times, share_saved
 from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
@@ -34,7 +40,9 @@ def detect() -> None:
     "paths", metavar="FILE|DIR...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @click.option(
-    "--ranks", type=click.IntRange(min=1), help="Of the job; default: as dumps name them."
+    "--ranks",
+    type=click.IntRange(1, RANKS_MAX),
+    help="How many the job has; default: as many as the dumps name.",
 )
 @json_option
 def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
@@ -52,46 +60,54 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
         return _replay_table(paths[0], as_json=as_json)
     dumps, damaged = _read(_by_rank(paths))
     hang = diagnose(dumps, ranks)
+    # Of those without a dump nobody knows whether something is pending.
+    is_judged = any(dump.calls for dump in dumps) and (
+        hang.kind is not HangKind.NOTHING or not hang.without_dump
+    )
     if as_json:
-        body = {**to_json(hang), "dumps": len(dumps), "damaged": damaged}
+        body = {**to_json(hang), "judged": is_judged, "dumps": len(dumps), "damaged": damaged}
         click.echo(json.dumps(envelope("gpuops.detect-replay/1", body), indent=2))
     else:
-        click.echo("\n".join(map(printable, _lines(hang, len(dumps)))))
-    return EXIT_UNKNOWN if not dumps else _EXIT_CODES.get(hang.kind, EXIT_FAIL)
+        lines = _lines(hang, len(dumps), is_judged=is_judged)
+        click.echo("\n".join(map(printable, lines)))
+    return _EXIT_CODES.get(hang.kind, EXIT_FAIL) if is_judged else EXIT_UNKNOWN
 
 
 def _replay_table(path: Path, *, as_json: bool) -> int:
     """Say which worker of the job in a table is slower than its equals."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             own = own_times(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as exc:
         raise UsageError(f"cannot read the table {path}: {exc}") from exc
     workers = {worker for times in own.values() for worker in times}
-    stages = [worker.stage for worker in workers]
     detector = SlowRankDetector({worker: worker.stage for worker in workers})
     first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
     for step, times in own.items():
         for item in detector.feed(times):
             first.setdefault(item.rank, (step, item))
-    is_judged = len(own) >= STEPS_MIN and any(stages.count(x) >= GROUP_MIN for x in stages)
+    apart = sorted({worker.stage for worker in workers if not detector.is_compared(worker)})
     if as_json:
         found = [_slow_json(own, *named) for named in first.values()]
-        body = {"steps": len(own), "workers": len(workers), "judged": is_judged, "slow": found}
+        body = {"steps": len(own), "workers": len(workers), "not_compared": apart, "slow": found}
         click.echo(json.dumps(envelope("gpuops.detect-slow/1", body), indent=2))
     else:
         lines = [_slow_line(own, *named) for named in first.values()]
-        click.echo("\n".join(lines or [_nobody(len(own), len(workers), is_judged=is_judged)]))
+        about = f"{len(own)} steps of {len(workers)} workers"
+        if not (first or apart) and workers:
+            lines.append(f"nobody is slower than those that do the same work ({about})")
+        elif apart or not workers:
+            lines.append(_not_compared(apart, about))
+        click.echo("\n".join(lines))
+    is_judged = bool(workers) and not apart
     return EXIT_FAIL if first else EXIT_OK if is_judged else EXIT_UNKNOWN
 
 
-def _nobody(n_steps: int, n_workers: int, *, is_judged: bool) -> str:
-    about = f"{n_steps} steps of {n_workers} workers"
-    if is_judged:
-        return f"nobody is slower than those that do the same work ({about})"
+def _not_compared(stages: Sequence[int], about: str) -> str:
+    which = f"stage {ranks_text(stages)}" if stages else "no worker"
     return (
-        f"cannot be judged: {GROUP_MIN} workers of one stage and {STEPS_MIN} steps are needed"
-        f" (there are {about})"
+        f"{which} cannot be judged: {GROUP_MIN} workers of a stage and {STEPS_MIN} steps in which"
+        f" they computed are needed, {NOISY_STEPS_MIN} where steps differ much (there are {about})"
     )
 
 
@@ -120,13 +136,16 @@ def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in paths:
         try:
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            is_folder = path.is_dir()
+            files = sorted(filter(Path.is_file, path.iterdir())) if is_folder else [path]
         except OSError as exc:
             raise UsageError(f"cannot list {path}: {exc.strerror}") from exc
         for file in files:
             named = _RANK.search(file.name)
-            if named is None and file != path:
+            if named is None and is_folder:
                 continue
+            if file.exists() and not file.is_file():
+                raise UsageError(f"{file} is no regular file")
             if named is None:
                 raise UsageError(f"{file}: its name must end with the rank, as rank_3 or 3.json")
             rank = int(named[1])
@@ -153,9 +172,11 @@ def _read(files: dict[int, Path]) -> tuple[list[RankDump], dict[str, str]]:
     return dumps, damaged
 
 
-def _lines(hang: CollectiveHang, n_dumps: int) -> Iterable[str]:
+def _lines(hang: CollectiveHang, n_dumps: int, *, is_judged: bool) -> Iterable[str]:
     named = f": rank {ranks_text(hang.ranks)}" if hang.ranks else ""
-    yield f"{hang.kind.value.replace('_', ' ')}{named}: {hang.why} ({n_dumps} dumps)"
+    kind = hang.kind.value.replace("_", " ") if is_judged else "cannot be judged"
+    why = hang.why if is_judged or n_dumps else "no dump can be read"
+    yield f"{kind}{named}: {why} ({n_dumps} dumps)"
     call = hang.pending
     if call is not None:
         kind = "send or receive" if call.is_p2p else "call"
@@ -163,4 +184,5 @@ def _lines(hang: CollectiveHang, n_dumps: int) -> Iterable[str]:
         who = f"rank {ranks_text(hang.waiting)} waits in" if hang.waiting else "pending:"
         yield f"{who} {kind} {call.number} of group {call.group}: {call}{place}"
     if hang.without_dump:
-        yield f"rank {ranks_text(hang.without_dump)} left no dump: nothing is known of it"
+        lost = ranks_text(hang.without_dump)
+        yield f"rank {lost} left no dump that can be read: nothing is known of it"

@@ -5,6 +5,7 @@ A dump is data of another process, perhaps of another site: nothing that a pickl
 """
 
 import json
+from collections.abc import Iterator
 
 from gpuops.checkpoint.types import CheckpointError
 from gpuops.convert.pickle_reader import PickleDict, read_pickle
@@ -13,6 +14,7 @@ BYTES_MAX = 256 * 2**20
 _PICKLE = b"\x80"
 # A dump is a table of entries, with lists of frames, which are tables.
 _DEPTH = 8
+_VALUES_MAX = 10_000_000
 
 
 def read_dump(data: bytes) -> object:
@@ -24,18 +26,25 @@ def read_dump(data: bytes) -> object:
     if len(data) > BYTES_MAX:
         raise ValueError(f"it is larger than {BYTES_MAX >> 20} MiB")
     try:
-        return _plain(read_pickle(data, ())) if data[:1] == _PICKLE else json.loads(data)
+        if data[:1] != _PICKLE:
+            return json.loads(data)
+        return _plain(read_pickle(data, ()), iter(range(_VALUES_MAX)))
     except (CheckpointError, ValueError) as exc:
         raise ValueError(f"it is neither JSON nor a pickle of data: {exc}") from exc
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
 
 
-def _plain(value: object, depth: int = _DEPTH) -> object:
-    """Return *value* as ``json`` would give it; what is nested deeper is left out."""
+def _plain(value: object, left: Iterator[int], depth: int = _DEPTH) -> object:
+    """Return *value* as ``json`` would give it; what is nested deeper is left out.
+
+    A small pickle can name one list again and again, in lists that do the same: *left* counts.
+    """
+    if next(left, None) is None:
+        raise ValueError(f"it has more than {_VALUES_MAX} values")
     if isinstance(value, PickleDict):
         named = value.by_name() if depth else {}
-        return {name: _plain(item, depth - 1) for name, item in named.items()}
+        return {name: _plain(item, left, depth - 1) for name, item in named.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, depth - 1) for item in value] if depth else []
+        return [_plain(item, left, depth - 1) for item in value] if depth else []
     return value

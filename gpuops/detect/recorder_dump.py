@@ -9,8 +9,10 @@ Source: torch 2.13, ``torch/csrc/distributed/c10d/FlightRecorder``, and measured
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 ENTRIES_MAX = 1_000_000
+RANKS_MAX = 2**20
 _TEXT_MAX = 256
 _DIMENSIONS_MAX = 16
 _TENSORS_MAX = 64
@@ -99,9 +101,13 @@ def _text(value: object, where: str) -> str:
 
 
 def _whole(value: object, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not _is_number(value):
         raise ValueError(f"{where}: the number in its group is {value!r:.80}")
     return value
+
+
+def _is_number(value: object, limit: int = 2**63) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -112,7 +118,7 @@ def _texts(value: object) -> tuple[str, ...]:
 def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
     tensors = value[:_TENSORS_MAX] if isinstance(value, list | tuple) else ()
     return tuple(
-        tuple(n for n in size[:_DIMENSIONS_MAX] if isinstance(n, int))
+        tuple(n for n in size[:_DIMENSIONS_MAX] if _is_number(n))
         for size in tensors
         if isinstance(size, list | tuple)
     )
@@ -130,7 +136,7 @@ def _place(frames: object) -> str:
         file, line = (
             (frame.get("filename"), frame.get("line")) if isinstance(frame, dict) else ("", 0)
         )
-        if isinstance(file, str) and file and "/torch/" not in file:
+        if isinstance(file, str) and file and "/torch/" not in file and _is_number(line):
             return f"{file[-_TEXT_MAX:]}:{line}"
     return ""
 
@@ -144,6 +150,6 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
             ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
         except (ValueError, RecursionError):
             continue
-        if name and isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+        if name and isinstance(ranks, list) and all(_is_number(rank, RANKS_MAX) for rank in ranks):
             found[str(name)] = tuple(sorted(ranks))
     return {name: ranks for name, ranks in found.items() if ranks}

@@ -22,7 +22,8 @@ from typing import Generic, TypeVar
 GROUP_MIN = 3
 WINDOW, LONG_WINDOW = 10, 30
 HOLD = 5
-STEPS_MIN = WINDOW + HOLD - 1  # before that nobody is named
+# Before so many steps nobody is named; where steps differ much, before the second number.
+STEPS_MIN, NOISY_STEPS_MIN = WINDOW + HOLD - 1, LONG_WINDOW + HOLD - 1
 # The spread of a group a step, and from which ratio on a rank of it is slow.
 QUIET, QUIET_LIMIT = 0.01, 0.03
 LIMIT = 0.05
@@ -53,6 +54,7 @@ class SlowRank(Generic[Rank]):
 @dataclass(slots=True)
 class _Track:
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=LONG_WINDOW))
+    evaluations: int = 0
     above: int = 0
     below: int = 0
     since: int | None = None
@@ -84,6 +86,10 @@ class SlowRankDetector(Generic[Rank]):
                 groups.setdefault(self._group_of[rank], {})[rank] = seconds
         return tuple(found for group in groups.values() for found in self._judge(group))
 
+    def is_compared(self, rank: Rank) -> bool:
+        """Return whether *rank* was compared often enough to be named if it were slow."""
+        return rank in self._tracks and self._tracks[rank].evaluations >= HOLD
+
     def _judge(self, group: Mapping[Rank, float]) -> Iterable[SlowRank[Rank]]:
         if len(group) < GROUP_MIN:
             return
@@ -114,6 +120,7 @@ class SlowRankDetector(Generic[Rank]):
                 )
 
     def _update(self, track: _Track, median: float, score: float, limit: float) -> None:
+        track.evaluations += 1
         if median > math.log1p(limit) and score > SIGMAS:
             track.since = self._number if track.above == 0 and not track.is_slow else track.since
             track.above, track.below = track.above + 1, 0

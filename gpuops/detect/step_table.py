@@ -5,6 +5,7 @@ worker in a step; ``duration`` is in seconds. A worker is a place in the pipelin
 data parallelism (``dp_rank``): workers of one stage do the same work.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -40,13 +41,21 @@ def own_times(rows: Iterable[Mapping[str, str | None]]) -> OwnTimes:
             raise ValueError(f"it has more than {ROWS_MAX} rows")
         try:
             dp_rank, stage, step, operation, seconds = (row[name] or "" for name in _COLUMNS)
+            worker, own_s = TableWorker(int(stage), int(dp_rank)), _seconds(seconds)
             if operation.endswith(_COMPUTE):
-                found[int(step)][TableWorker(int(stage), int(dp_rank))] += float(seconds)
+                found[int(step)][worker] += own_s
         except KeyError as exc:
             raise ValueError(f"it has no column {exc.args[0]!r}") from exc
         except ValueError as exc:
             raise ValueError(f"line {number}: {exc}") from exc
     return {step: found[step] for step in sorted(found)}
+
+
+def _seconds(text: str) -> float:
+    found = float(text)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{text!r} is no number of seconds")
+    return found
 
 
 def share_saved(own: OwnTimes, worker: TableWorker) -> float:

@@ -11,7 +11,7 @@ follows the chains to their ends, over all groups.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +20,8 @@ from gpuops.hostlist import compress
 
 # Their inputs have the same sizes and types on all ranks, and nobody completes them alone.
 _EQUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "broadcast"})
+_BATCH = "coalesced"
+_NOTHING = "no collective is pending"
 _NAMED_MAX = 8
 
 
@@ -53,7 +55,7 @@ class CollectiveHang:
 def diagnose(dumps: Sequence[RankDump], n_ranks: int | None = None) -> CollectiveHang:
     """Return whom a job of *n_ranks* waits for, by the *dumps* of its ranks.
 
-    *n_ranks*: default: as many as the dumps, and the groups that they name, know of. Dumps that are
+    *n_ranks*: besides those that the dumps, and the groups that they name, know of. Dumps that are
     taken one after another show a job that is still running as one that hangs; the caller knows
     whether it does.
     """
@@ -72,7 +74,9 @@ def diagnose(dumps: Sequence[RankDump], n_ranks: int | None = None) -> Collectiv
 
 def _verdict(job: "_Job") -> tuple[HangKind, Collection[int], str]:
     if not job.pending:
-        return HangKind.NOTHING, (), "no collective is pending"
+        is_empty = not any(dump.calls for dump in job.dumps.values())
+        why = "the dumps have no entries: was the recorder on?" if is_empty else _NOTHING
+        return HangKind.NOTHING, (), why
     if odd := _mismatch(job):
         return HangKind.MISMATCH, *odd
     if stalled := job.stalled():
@@ -116,18 +120,19 @@ class _Job:
         for rank, dump in self.dumps.items():
             for group, ranks in dump.members.items():
                 self._members[group].update(ranks)
+            done = _completed_ends(dump.calls)
             for call in dump.calls:
-                self._add(rank, call)
+                if not call.is_p2p:
+                    self._add(rank, call)
+                elif not (call.is_complete or call.operation == _BATCH or done(call)):
+                    self._members[call.group].add(rank)
+                    self.open_ends[rank].append(call)
         known = {rank for ranks in self._members.values() for rank in ranks} | self.dumps.keys()
-        self.ranks = known if n_ranks is None else set(range(n_ranks))
+        self.ranks = known | set(range(n_ranks or 0))
         self.pending = self._first_incomplete()
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
         self._members[call.group].add(rank)
-        if call.is_p2p:
-            if not call.is_complete:
-                self.open_ends[rank].append(call)
-            return
         self.calls[call.group, call.number][rank] = call
         called, completed = self.called[call.group], self.completed[call.group]
         called[rank] = max(called.get(rank, -1), call.number)
@@ -187,6 +192,23 @@ class _Job:
         }
 
 
+def _completed_ends(calls: Iterable[CollectiveCall]) -> Callable[[CollectiveCall], bool]:
+    """Return what tells whether a send or receive that looks pending is complete.
+
+    Of a batch torch completes one entry for all (``coalesced``), never those of its parts; and what
+    comes later between the same two ranks is complete only after them.
+    """
+    batches, last = set(), dict[tuple[str, int | None], int]()
+    for call in calls:
+        if call.is_p2p and call.is_complete:
+            batches.add((call.group, call.number, call.operation))
+            last[call.group, call.peer] = max(last.get((call.group, call.peer), -1), call.number)
+    return lambda call: (
+        (call.group, call.number, _BATCH) in batches
+        or last.get((call.group, call.peer), -1) > call.number
+    )
+
+
 def _mismatch(job: _Job) -> tuple[set[int], str] | None:
     """Return the ranks that called something else than most at the first place where ranks differ.
 
@@ -213,13 +235,14 @@ def _signature(call: CollectiveCall) -> tuple[object, ...]:
 
 
 def _in_cycles(edges: Mapping[int, Collection[int]]) -> set[int]:
-    """Return the ranks that somebody in *edges* waits for, again and again without those others."""
+    """Return the ranks of all rings of *edges*, and those on a way from one ring to another."""
     left = set(edges)
     while True:
-        awaited = {other for rank in left for other in edges[rank]} & left
-        if awaited == left:
+        awaited = {other for rank in left for other in edges[rank]}
+        kept = {rank for rank in left & awaited if not left.isdisjoint(edges[rank])}
+        if kept == left:
             return left
-        left = awaited
+        left = kept
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_damaged_dump_is_named_and_its_rank_is_unknown(gpuops, dumps):
     assert code == 1
     assert "nccl_trace_rank_3 is no dump" in err
     assert "absent: rank 9,14" in out
-    assert "rank 3 left no dump: nothing is known of it" in out
+    assert "rank 3 left no dump that can be read: nothing is known of it" in out
 
 
 def test_without_one_dump_that_can_be_read_it_cannot_be_judged(gpuops, dumps):
@@ -99,6 +100,32 @@ def test_files_that_cannot_be_told_apart_are_refused(gpuops, tmp_path, names, sa
 
     assert code == 64
     assert says in err
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_where_dumps_are_empty_or_one_is_damaged_nothing_pending_cannot_be_judged(
+    gpuops, tmp_path, is_empty
+):
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    job = RecordedJob({"0": [0, 1]}, {0: [("0", "barrier")], 1: [("0", "barrier")]}).play()
+    bodies = [b'{"entries": []}'] * 2 if is_empty else [job.dump(0), job.dump(1)[:-5]]
+    for rank, body in enumerate(bodies):
+        (folder / f"rank_{rank}").write_bytes(body)
+
+    code, out, _ = gpuops("detect", "replay", str(folder))
+
+    assert code == 3
+    assert out.startswith("cannot be judged: ")
+    assert ("was the recorder on?" in out) is is_empty
+
+
+def test_pipes_beside_the_dumps_are_left_alone_and_refused_by_name(gpuops, dumps):
+    os.mkfifo(dumps / "nccl_trace_rank_3.pipe")
+
+    assert gpuops("detect", "replay", str(dumps))[0] == 1
+    code, _, err = gpuops("detect", "replay", str(dumps / "nccl_trace_rank_3.pipe"))
+    assert (code, "is no regular file" in err) == (64, True)
 
 
 def test_a_file_that_is_not_there_is_named(gpuops, tmp_path):
@@ -142,7 +169,7 @@ def test_a_table_names_the_worker_that_is_slower_than_its_equals(gpuops, table):
     ("about", "wanted", "says"),
     [
         ((4, 30, 1.0), 0, "nobody is slower than those that do the same work"),
-        ((2, 30, 1.5), 3, "cannot be judged: 3 workers of one stage and 14 steps are needed"),
+        ((2, 30, 1.5), 3, "stage 0-1 cannot be judged: 3 workers of a stage and 14 steps in which"),
         ((4, 13, 1.5), 3, "cannot be judged"),
     ],
 )

@@ -65,6 +65,14 @@ def test_a_pickle_that_names_a_class_is_refused_and_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def small_pickle_of_many_values():
+    """Return a pickle of 2 KB that names 200 ** 5 values."""
+    value = []
+    for _ in range(5):
+        value = [value] * 200
+    return pickle.dumps({"entries": value})
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -80,8 +88,10 @@ def test_a_pickle_that_names_a_class_is_refused_and_runs_nothing(tmp_path):
         b'{"entries": [{"profiling_name": "nccl:x", "process_group": ["0"]}]}',
         b"[" * 100_000,
         json.dumps({"entries": [entry("0", -1, "nccl:all_reduce")]}).encode(),
+        pickle.dumps({"entries": [entry("0", 10**5000, "nccl:all_reduce")]}),
+        small_pickle_of_many_values(),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_what_is_no_dump_is_refused(data):
     with pytest.raises(ValueError, match=r"."):
@@ -90,7 +100,11 @@ def test_what_is_no_dump_is_refused(data):
 
 def test_what_a_dump_says_beyond_the_known_is_left_out():
     odd = entry("0", 1, "nccl:send x->y", sizes=[[1] * 99], input_dtypes=[5], frames="none", new=1)
-    body = {"entries": [odd], "pg_config": {"0": {"ranks": "[1,"}, "1": 5}, "new": {}}
+    body = {
+        "entries": [odd],
+        "pg_config": {"0": {"ranks": "[1,"}, "1": 5, "2": {"ranks": "[-5]"}},
+        "new": {},
+    }
 
     found = parse_dump(json.dumps(body).encode(), 0)
 

@@ -62,6 +62,17 @@ def test_where_nobody_is_slower_than_its_equals_nobody_is_named(n_ranks, slow, g
     assert named(steps_of(3, n_ranks, ONSET + 40, slow=slow), groups) == {}
 
 
+@pytest.mark.parametrize(("noise", "n_steps"), [(0.01, 14), (0.1, 34)])
+def test_it_says_after_how_many_steps_a_rank_would_have_been_named(noise, n_steps):
+    detector = SlowRankDetector(ALIKE)
+    for own in steps_of(9, 8, n_steps - 1, noise=noise):
+        detector.feed(own)
+    assert not any(map(detector.is_compared, range(8)))
+
+    detector.feed(dict.fromkeys(range(8), 0.1))
+    assert all(map(detector.is_compared, range(8)))
+
+
 def test_two_slow_ranks_of_eight_are_both_named():
     assert named(steps_of(4, 8, ONSET + 30, slow={2: 1.2, 5: 1.4}), ALIKE).keys() == {2, 5}
 

@@ -27,6 +27,8 @@ def test_computing_is_summed_by_worker_and_step_and_waiting_is_not_computing():
     [
         ({"step": "x"}, "line 2: invalid literal"),
         ({"duration": ""}, "line 2: could not convert"),
+        ({"duration": "nan"}, "line 2: 'nan' is no number of seconds"),
+        ({"duration": "-1"}, "line 2: '-1' is no number of seconds"),
         ({"stage": None}, "line 2"),
     ],
 )

@@ -157,8 +157,7 @@ class Burnin:
         self.watcher.on_start(test, len(chosen))
         findings, outputs = list[Finding](), list[ProgramOutput]()
         if test.name == DIAGNOSTIC:
-            diagnostic = read_counters(diagnostic_plan(self.request.plan), self.clock, None)
-            findings += diagnostic.run.findings
+            findings += self.diagnose(parts)
         elif chosen:
             outputs = self._outputs(test, chosen, parts)
             findings += judge_test(test, outputs, self._terms())
@@ -179,6 +178,16 @@ class Burnin:
             self.watcher.on_problem(problem)
         self.watcher.on_done(tested)
         return after
+
+    def diagnose(self, parts: PartsUnderTest) -> Sequence[Finding]:
+        """Run DCGM's diagnostic, which tests all GPUs of the node; not where one is not ours."""
+        if parts.n_left_out:
+            text = "not run: it tests all GPUs of the node, and some are in use or not selected"
+            check = f"{SUITE}/{DIAGNOSTIC}"
+            return [
+                Finding(check=check, entity=self.request.node, status=Status.SKIP, message=text)
+            ]
+        return read_counters(diagnostic_plan(self.request.plan), self.clock, None).run.findings
 
     @property
     def _shape(self) -> str:
@@ -219,7 +228,10 @@ class Burnin:
                         part.as_rank(number) if test.together else part,
                         self._more_words(test, parts, (number, len(chosen)), Path(folder) / "meet"),
                     ),
-                    env=_environment(request.environ, visible if sees_all else part.visible_gpu),
+                    env={
+                        **_environment(request.environ, visible if sees_all else part.visible_gpu),
+                        "TMPDIR": folder,  # what a program that is killed leaves goes with it
+                    },
                     deadline_s=_LATE * test.seconds + request.start_s,
                     question=f"burnin {test.name} {part.entity}",
                 )

@@ -42,13 +42,17 @@ class PartUnderTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsUnderTest:
-    """The parts of a node, what it is (``shape``), and findings about those left out."""
+    """The parts of a node, what it is (``shape``), and findings about those left out.
+
+    ``n_left_out``: how many GPUs are in use, not selected, or cannot be tested.
+    """
 
     parts: tuple[PartUnderTest, ...]
     host: PartUnderTest
     disks: tuple[Path, ...]
     shape: str
     findings: tuple[Finding, ...] = ()
+    n_left_out: int = 0
 
     def of(self, test: BurninTest) -> Sequence[PartUnderTest]:
         """Return the parts that *test* runs on, one program each."""
@@ -104,6 +108,7 @@ def choose_parts(
         disks=disks,
         shape=_gpu_shape(gpus.nvml.gpus),
         findings=tuple(findings),
+        n_left_out=len(gpus.nvml.gpus) - len(parts),
     )
 
 

@@ -28,6 +28,7 @@ from gpuops.burnin.results import (
 from gpuops.errors import BusyError, ConfigError, UsageError
 from gpuops.gate.burnin import Burnin, BurninRequest, BurninWatcher, program_command
 from gpuops.gate.burnin_counters import counting_plan
+from gpuops.gate.burnin_parts import PartsUnderTest, PartUnderTest
 from gpuops.gate.burnin_progress import BurninProgress, progress_path, save_progress
 from gpuops.gate.drain import read_diagnostic
 from gpuops.gate.node_lock import node_lock
@@ -665,6 +666,20 @@ def test_dcgm_runs_at_level_3_and_its_own_judge_decides(burnin, root, tmp_path, 
 
     assert [item.status for item in found] == [verdict]
     assert words.read_text() == "diag -r 3 -j\n"
+
+
+def test_dcgm_which_tests_all_gpus_does_not_run_where_one_is_left_out(burnin, root, tmp_path):
+    root.write("usr/bin/dcgmi", f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (root.path / "usr/bin/dcgmi").chmod(0o755)
+    made = burnin(lambda _test, _part: pytest.fail("no program"), (TESTS["dcgm"],))
+    node = made.request.node
+    host = PartUnderTest(node, "cpu:0")
+    parts = PartsUnderTest(parts=(), host=host, disks=(), shape="", n_left_out=1)
+
+    (found,) = made.diagnose(parts)
+
+    assert (found.check, found.status) == ("burnin/dcgm", Status.SKIP)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_ctrl_c_ends_dcgm_too(burnin, root, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,10 +56,11 @@ def measure(
             text = run_tool(argv(str(path)), seconds, pass_fds=pass_fds)
         except ProbeError:
             # A tool that found wrong results may call that its own failure.
-            output = parse_output(parse, _read(path)) if path.exists() else None
-            if output is None or not output.wrong:
-                raise
-            return output
+            with suppress(OSError, ProbeError):
+                output = parse_output(parse, _read(path))
+                if output.wrong:
+                    return output
+            raise
         return parse_output(parse, _read(path) if path.exists() else text)
 
 

@@ -14,7 +14,7 @@ from gpuops.host.tools.nccl_tests import measure_all_reduce
 from gpuops.host.tools.nvbandwidth import measure_copies
 from gpuops.host.tools.perftest import measure_ports, port_pairs
 from gpuops.host.tools.run import ToolOutput
-from gpuops.model import UnknownReason
+from gpuops.model import Entity, EntityKind, UnknownReason
 from gpuops.worker.burnin.program import DeviceUnderTest, Emit, Reporter
 
 _Run = Callable[[float], ToolOutput]
@@ -41,7 +41,8 @@ def measure_tools(
             continue
         emit(SoftwareVersions(versions={name: output.version}))
         for text in output.wrong:
-            node.wrong({"tool": name}, text)
+            between = Entity(EntityKind.LINK, " ".join(places[0]))
+            Reporter("tools", between, emit).wrong({"tool": name}, text)
         for rate in output.rates:
             report = Reporter("tools", rate.part or device.part, emit)
             report.measured(rate.parameters, rate.values, "GB/s")

@@ -35,9 +35,15 @@ def chosen(*gpus: NvmlGpu, selected: str | None = None) -> PartsUnderTest:
 def test_a_gpu_that_cannot_be_tested_is_skipped_with_its_reason(changed: NvmlGpu, why: str) -> None:
     parts = chosen(FREE, changed)
     assert [part.visible_gpu for part in parts.parts] == ["GPU-0"]
+    assert parts.n_left_out == 1
     (found,) = parts.findings
     assert (found.entity.id, found.status) == ("GPU-1", Status.SKIP)
     assert why in found.message
+
+
+def test_a_gpu_that_is_not_selected_is_left_out() -> None:
+    assert chosen(FREE, OTHER, selected="GPU-0").n_left_out == 1
+    assert chosen(FREE, OTHER).n_left_out == 0
 
 
 def test_gpus_that_a_node_without_any_is_asked_for_are_one_row() -> None:

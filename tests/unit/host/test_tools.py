@@ -125,6 +125,13 @@ def test_results_that_the_tool_found_wrong_are_wrong_whatever_its_exit_code(
     assert output.wrong == ("3 of 262144 elements were wrong",)
 
 
+def test_a_tool_that_opened_its_output_and_failed_says_why_itself(program):
+    tool = program("tool", 'touch "$1"; echo engine not loadable; exit 1')
+
+    with pytest.raises(ProbeError, match="exited with 1: engine not loadable"):
+        measure(lambda path: [tool, path], PARSERS["fio"], 1.0)
+
+
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("text", ["", "hello", "{}", "[1]", "null", '{"results": []}', "{" * 10**5])
 def test_what_is_no_such_output_is_unknown(name, text):

@@ -117,17 +117,20 @@ class ControlConnection:
     def _request_until(
         self, build_request: Callable[[int, float], ControlRequest], end_s: float
     ) -> tuple[ReplyKind, bytes]:
-        backoff_s = BACKOFF_MIN_S
+        backoff_s, why = BACKOFF_MIN_S, ""
         while True:
             if self._closed.is_set():
                 raise self._unreachable_error("this handle is closed")
+            has_time = time.monotonic() < end_s
             try:
                 return self._try(build_request, end_s)
             except (OSError, WireError) as exc:
+                # A try that began too late says nothing of the server; the one before did.
+                why = _error_text(exc) if has_time or not why else why
                 # Jitter: the agents of a whole cluster must not all come back at the same moment.
                 wait_s = backoff_s * random.uniform(0.5, 1.5)  # noqa: S311 no secret
                 if time.monotonic() + wait_s >= end_s:
-                    raise self._unreachable_error(_error_text(exc)) from exc
+                    raise self._unreachable_error(why) from exc
             self._closed.wait(wait_s)
             is_urgent = 0 < self.closed_s() < CLOSED_FENCE_S
             backoff_s = min(2 * backoff_s, BACKOFF_CLOSED_MAX_S if is_urgent else BACKOFF_MAX_S)

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 HOST_KBIT, LINK_MBIT = 50_000, 20  # 2 MiB take a third of a second, and most of a second
-TERMS = ("--seconds", "3", "--timeout", "120")
+# Equal pairs differ by up to a seventh on a busy machine; what is planted is 60 % and more slower.
+TERMS = ("--seconds", "3", "--timeout", "120", "--slow-percent", "25")
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 * The programs of `gpuops burnin` (all_reduce of two ranks, product, copy) and a bare loop of torch
   (`jobs/bare_torch.py`) run one after the other, ``--turns`` times, on the same processors. Of a
-  turn the best repeat counts, as in STREAM: other work on the machine slows single ones. The ratio
-  is the median of all turns.
+  turn the median of its repeats counts; the ratio is the median of all turns.
 * `gpuops sweep --hosts` sweeps eight hosts in network namespaces, whose links are limited. From its
   wall time goes what the processes take to start: that of the same number of processes, started at
-  the same time, is measured three times beside it, and the least of it counts.
+  the same time, is measured three times beside it, and the median of it counts.
 
 Run as a script; as root for the sweep:
 
@@ -48,8 +47,7 @@ def outputs(commands):
     reader, writer = os.pipe()
     with os.fdopen(reader), os.fdopen(writer, "w"):
         pipes = {"stdin": reader, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        nice = ["nice", "-n", "-15"] if os.geteuid() == 0 else []  # beside other work
-        children = [subprocess.Popen([*nice, *one], **pipes, text=True) for one in commands]
+        children = [subprocess.Popen(one, **pipes, text=True) for one in commands]
         ends = [child.communicate(timeout=170) for child in children]
     for child, command, (_, errors) in zip(children, commands, ends, strict=True):
         if child.returncode:
@@ -71,14 +69,14 @@ def bare(work, cpus, size, *words):
 
 
 def measured(printed, **parameters):
-    """Return the best of the measurement with *parameters* in what a program *printed*."""
+    """Return the median of the measurement with *parameters* in what a program *printed*."""
     found = [json.loads(line) for line in printed.splitlines()]
     values = [
         item["values"]
         for item in found
         if "values" in item and parameters.items() <= item["parameters"].items()
     ]
-    return max(values[0])
+    return statistics.median(values[0])
 
 
 def all_reduce_turns(seconds, folder):
@@ -176,7 +174,7 @@ def sweep_time(seconds):
         wall_s = time.monotonic() - began_s
     program_s.append(start_s("gpuops.worker.burnin.pair"))
     rounds = 1 + max(test["round"] for test in result["tests"])
-    started_s = 2 * command_s + rounds * min(program_s)  # the leader, then the hosts
+    started_s = 2 * command_s + rounds * statistics.median(program_s)  # the leader, then the hosts
     return {
         "exit_code": code,
         "rounds": rounds,
@@ -220,7 +218,7 @@ def table(reached):
 def main():
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of one rate, for each turn")
     parser.add_argument("--test-seconds", type=float, default=5.0, help="of a pair test")
     parser.add_argument("--only", choices=("rates", "sweep"))

@@ -18,6 +18,7 @@ import json
 import logging
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,7 +215,7 @@ def _short(item: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightPlan:
+class PreflightPlan(ABC):
     """What tests the node; *env* is the agent's, *deadline_s* for each of two attempts.
 
     *gpus*: the job's by UUID, as NVML listed them before; none: those that ``CUDA_VISIBLE_DEVICES``
@@ -227,21 +228,17 @@ class PreflightPlan:
     gpus: Collection[str] = ()
     command: Sequence[str] = module_command("gpuops")
 
-    def argv(self) -> list[str]:
-        """Return the command line."""
-        raise NotImplementedError
-
     def _gpu_words(self) -> list[str]:
         names = sorted(self.gpus) or _visible(self.env)
         return ["--gpus", ",".join(names)] if names else []
 
+    @abstractmethod
     def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
         """Return how the command ended, None if *is_over* returned True first."""
-        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
 
+    @abstractmethod
     def judge(self, end: CommandEnd) -> PreflightResult:
         """Return what the *end* of the command means."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +263,10 @@ class HealthPlan(PreflightPlan):
             "--no-record",
         ]
 
+    def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
+        """Return how the command ended; see `PreflightPlan.run`."""
+        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
+
     def judge(self, end: CommandEnd) -> PreflightResult:
         """Return what the *end* of the command means."""
         has_device = bool(read_pci_gpus(self.root))
@@ -285,6 +286,10 @@ class BurninPlan(PreflightPlan):
         """Return the command line."""
         words = ("burnin", "--only", "gemm", "--duration", f"{BURNIN_S:g}")
         return [*self.command, *words, *self._gpu_words(), "--json", "--no-record"]
+
+    def run(self, is_over: Callable[[], bool]) -> CommandEnd | None:
+        """Return how the command ended; see `PreflightPlan.run`."""
+        return run_bounded(self.argv(), self.env, self.deadline_s, is_over)
 
     def judge(self, end: CommandEnd) -> PreflightResult:
         """Return what the *end* of the command means."""

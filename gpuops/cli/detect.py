@@ -74,7 +74,7 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
 
 
 def _replay_table(path: Path, *, as_json: bool) -> int:
-    """Say which worker of the job in a table is slower than its equals."""
+    """Say which worker of the job in a table is slower than its peers."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             own = own_times(csv.DictReader(file))
@@ -87,6 +87,7 @@ def _replay_table(path: Path, *, as_json: bool) -> int:
         for item in detector.feed(times):
             first.setdefault(item.rank, (step, item))
     apart = sorted({worker.stage for worker in workers if not detector.is_compared(worker)})
+    is_judged = bool(workers) and not apart
     if as_json:
         found = [_slow_json(own, *named) for named in first.values()]
         body = {"steps": len(own), "workers": len(workers), "not_compared": apart, "slow": found}
@@ -94,12 +95,11 @@ def _replay_table(path: Path, *, as_json: bool) -> int:
     else:
         lines = [_slow_line(own, *named) for named in first.values()]
         about = f"{len(own)} steps of {len(workers)} workers"
-        if not (first or apart) and workers:
-            lines.append(f"nobody is slower than those that do the same work ({about})")
-        elif apart or not workers:
+        if not is_judged:
             lines.append(_not_compared(apart, about))
+        elif not first:
+            lines.append(f"nobody is slower than those that do the same work ({about})")
         click.echo("\n".join(lines))
-    is_judged = bool(workers) and not apart
     return EXIT_FAIL if first else EXIT_OK if is_judged else EXIT_UNKNOWN
 
 
@@ -126,7 +126,7 @@ def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> dict[st
 def _slow_line(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> str:
     since, saved = list(own)[item.since - 1], share_saved(own, item.rank)
     return (
-        f"slow: {item.rank} computes {item.ratio:.2f} times as long as its {item.n_peers} equals,"
+        f"slow: {item.rank} computes {item.ratio:.2f} times as long as its {item.n_peers} peers,"
         f" since step {since} or before (found at step {step}); if it were as fast as they, the"
         f" longest computation of a step would be {saved:.0%} shorter"
     )

@@ -284,6 +284,7 @@ def _sweep_run(node: SweptNode, place: SweepAddress, name: str, leader: SweepLea
     """Take part in the sweep of a run, as its *leader* if given; print the findings about *name*.
 
     The run decides what they mean: they go through no gate, and only the leader records the sweep.
+    An agent asks for it with ``--join`` and ``--json``; a host over ssh has ``--join`` alone.
     """
     die_with_parent_thread()  # with its agent
     start_us = node.context.clock.now_us()

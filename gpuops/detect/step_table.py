@@ -59,7 +59,7 @@ def _seconds(text: str) -> float:
 
 
 def share_saved(own: OwnTimes, worker: TableWorker) -> float:
-    """Return by which share steps would compute shorter if *worker* were as fast as its equals.
+    """Return by which share steps would compute shorter if *worker* were as fast as its peers.
 
     A step takes as long as its slowest worker computes (the closed form of the what-if analysis of
     Lin et al., without communication); the worker's time is replaced by the median of its stage's

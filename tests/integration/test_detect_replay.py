@@ -152,7 +152,7 @@ def table(tmp_path):
     return write
 
 
-def test_a_table_names_the_worker_that_is_slower_than_its_equals(gpuops, table):
+def test_a_table_names_the_worker_that_is_slower_than_its_peers(gpuops, table):
     code, out, _ = gpuops("detect", "replay", table(4))
 
     assert code == 1

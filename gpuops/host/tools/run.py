@@ -14,7 +14,7 @@ from gpuops.errors import ProbeError
 from gpuops.host.process.command import OUTPUT_BYTES_MAX, module_command, run_bounded
 from gpuops.model import Entity, UnknownReason
 
-# To start, to allocate, to find the GPUs: besides the time that a tool is told to measure.
+# For start-up and memory allocation, in addition to the time that a tool measures.
 START_S = 30.0
 
 

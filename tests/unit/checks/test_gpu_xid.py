@@ -1,8 +1,7 @@
 """What Xids make of a GPU: by the driver's own wish, by the catalogue, and for how long."""
 
-import re
-import statistics
-import time
+import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -345,17 +344,22 @@ def test_each_gpu_is_a_finding_and_the_worst_comes_first(read_log):
     assert [finding.status.word for finding in findings(facts)] == ["fail", "warn", "pass"]
 
 
-def search_s(lines):
-    """Return the processor time of one search in each of *lines*: how quick this machine is."""
-    pattern = re.compile(r"NVRM: Xid \(PCI:([0-9a-f:.]+)\): (\d+), pid=(\d+), name=(\w+)")
-    started = time.process_time()
-    for _us, line in lines:
-        pattern.search(line)
-    return time.process_time() - started
+def n_calls(function, *args):
+    """Return what *function* returns, and how many calls it makes, of Python and of C."""
+    events = Counter()
+    sys.setprofile(lambda _frame, event, _arg: events.update((event,)))
+    try:
+        found = function(*args)
+    finally:
+        sys.setprofile(None)
+    return found, events["call"] + events["c_call"]
 
 
-def test_a_storm_of_170000_lines_is_one_finding_and_costs_twenty_searches_a_line(tmp_path):
-    """200 lines a millisecond, and the ten that matter among them (6 to 12 were measured)."""
+def test_a_storm_of_170000_lines_is_one_finding_and_costs_forty_calls_a_line(tmp_path):
+    """200 lines a millisecond, and the ten that matter among them (27 calls were measured).
+
+    Calls, because seconds depend on the machine; `test_kernel_log` bounds what one search takes.
+    """
     lines = [
         (n * 5, xid(45, tail=f"pid=4711, name=python, Ch {n % 64:08x}")) for n in range(170_000)
     ]
@@ -364,14 +368,13 @@ def test_a_storm_of_170000_lines_is_one_finding_and_costs_twenty_searches_a_line
     ] * 10
     log.write_kmsg(tmp_path, lines)
     machine = ProbeContext(tmp_path, log.RULE_DIRS, xid_dirs=log.XID_DIRS)
-    started = time.process_time()
-    (finding,) = findings(CHECK.probe.read(machine, 5.0))
-    elapsed_s = time.process_time() - started
+    facts, calls = n_calls(CHECK.probe.read, machine, 60.0)
+    (finding,) = findings(facts)
 
     assert said([finding]) == [(GPU, "fail", "gpu_hw.gsp")]
     assert "Xid 119 (GSP gave no answer in time), 10 times" in finding.message
     assert "170000 times" in finding.message
-    assert elapsed_s < 20 * statistics.median(search_s(lines) for _ in range(3))
+    assert calls < 40 * len(lines)
 
 
 def test_a_forged_line_of_a_program_counts_for_nothing(tmp_path):

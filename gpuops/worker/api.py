@@ -35,19 +35,25 @@ _NAMES = {
 }
 
 
-def progress(step: int) -> None:
+def progress(step: int, *, tokens: int = 0) -> None:
     """Report that *step* is done; it takes precedence over the optimizer's own step number.
 
     For loops without a torch optimizer, and where one optimizer step is not one step of the run.
     Anything but a whole number on the host is ignored: reading a device would wait for it.
+    *tokens* is how many tokens this rank has processed in the step: it tells uneven sequences from
+    slow hardware. Where it is no such number, a line says so once, and the step counts.
     """
     if _is_compiling() or _heart is None:
         return
     number = _on_host(step)
     if number is None or number < 0:
         return
+    amount = _on_host(tokens)
+    if amount is None or amount < 0:
+        amount = 0
+        _warn_of_tokens(tokens)
     try:
-        _heart.progress(min(number, _STEP_MAX))
+        _heart.progress(min(number, _STEP_MAX), amount)
     except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
         _disable()
 
@@ -165,6 +171,7 @@ def saved_at_stop() -> None:
 
 _heart: Heartbeat | None = None
 _has_failed = False
+_has_warned = False
 _signalled_ns: Callable[[], int | None] = lambda: None  # noqa: E731 until `connect`
 
 
@@ -207,6 +214,19 @@ def _on_host(step: object) -> int | None:
         return index(step)  # type: ignore[arg-type]  # that is the question
     except Exception:  # noqa: BLE001 boundary: the script's value may raise anything
         return None
+
+
+def _warn_of_tokens(tokens: object) -> None:
+    global _has_warned  # noqa: PLW0603 one line a process
+    if _has_warned:
+        return
+    _has_warned = True
+    given = "a negative number" if isinstance(tokens, int | float) and tokens < 0 else ""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(
+            f"gpuops: gpuops.progress(step, tokens={given or type(tokens).__name__}): tokens are "
+            "ignored, steps are not; give a whole number from 0 on that is on the host\n"
+        )
 
 
 def _is_unanswered(now_ns: int) -> bool:

@@ -7,6 +7,10 @@ while, the step is reported as unknown instead of repeated for ever. Where none 
 the calls of the busiest one are counted, and the beat says that it is a count. The step of a
 Checkpointer takes precedence where it differs or is the only one; the step that the script itself
 reports takes precedence over all.
+
+A beat with a new step, or without one, says what was needed since the last such beat: the time in
+optimizers, and in torch's data loader. Beats that repeat a step say nothing of it, so that whoever
+leaves them out has the sums.
 """
 
 import mmap
@@ -33,10 +37,11 @@ from gpuops.wire.ring import (
     write_flags,
     write_header,
 )
-from gpuops.worker.optimizer_hook import PATIENCE, StepReader, only_makes_state
+from gpuops.worker.optimizer_hook import PATIENCE, LoaderTime, StepReader, only_makes_state
 
 # A script may install its own handlers at any time; checking ours costs a third of a beat.
 CHECK_EVERY = 16
+_BEGUN_MAX = 1024  # optimizers whose steps have begun; more than that many have raised
 _UNKNOWN = (STEP_UNKNOWN, StepSource.UNKNOWN)
 _BETWEEN_STEPS = (WorkerPhase.RESUMED, "")
 _HANDLERS = WorkerFlag.HANDLES_SIGTERM | WorkerFlag.HANDLES_SIGUSR1 | WorkerFlag.HANDLES_SIGUSR2
@@ -93,6 +98,20 @@ class Heartbeat:
         self._restored: int | None = None  # until a step follows
         self._phase = (WorkerPhase.STARTING, "")
         self._on = True
+        self.loader = LoaderTime()
+        self._begun_ns: dict[int, int] = {}  # by optimizer, within its step
+        self._stepped_ns = 0  # the end of the last step of an optimizer
+        self._optimizer_ns = 0
+        self._tokens = 0
+        self._beat_step = STEP_UNKNOWN
+
+    def begin_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:  # noqa: ANN401
+        """Record when a step begins; torch calls this before each ``step()`` of any optimizer."""
+        # A step that raises leaves its entry until the next one of that optimizer.
+        if self._on:
+            if len(self._begun_ns) >= _BEGUN_MAX:
+                self._begun_ns.clear()
+            self._begun_ns[id(optimizer)] = self._mono_ns()
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:  # noqa: ANN401
         """Beat; torch calls this after each ``step()`` of any optimizer."""
@@ -104,10 +123,11 @@ class Heartbeat:
         except Exception:  # noqa: BLE001 boundary: our bug must not stop the user's training
             self._on = False
 
-    def progress(self, step: int) -> None:
-        """Beat with the script's own *step*, which all later beats repeat."""
+    def progress(self, step: int, tokens: int = 0) -> None:
+        """Beat with the script's own *step*, which all later beats repeat, and its *tokens*."""
         with self._lock:
             self._reported = step
+            self._tokens += tokens
             self._beat(step, StepSource.REPORTED)
 
     def named(self, step: int) -> None:
@@ -159,6 +179,11 @@ class Heartbeat:
         if only_makes_state(optimizer):
             return
         self._calls += 1
+        begun_ns = self._begun_ns.pop(id(optimizer), None)
+        if begun_ns is not None:
+            # An optimizer may step another one, whose time is counted already.
+            before_ns, self._stepped_ns = self._stepped_ns, self._mono_ns()
+            self._optimizer_ns += self._stepped_ns - max(begun_ns, before_ns)
         if self._reported is not None:
             self._beat(self._reported, StepSource.REPORTED)
             return
@@ -202,14 +227,21 @@ class Heartbeat:
     ) -> None:
         if not self._on:
             return
-        if phase is WorkerPhase.STEPPING:
-            self._phase = _BETWEEN_STEPS
         self._beats = seq = self._beats + 1
-        counted = None
+        counted, took = None, (0, 0, 0)
         if source is StepSource.COUNTED:
             step, counted = STEP_UNKNOWN, step
+        if phase is not WorkerPhase.STEPPING:
+            self.loader.ns = 0  # what an evaluation reads is not of the next step
+        else:
+            self._phase = _BETWEEN_STEPS
+            if step == STEP_UNKNOWN or step != self._beat_step:
+                took = self.loader.ns // 1000, self._optimizer_ns // 1000, self._tokens
+                self.loader.ns = self._optimizer_ns = self._tokens = 0
+        self._beat_step = step
         now_ns = self._mono_ns()
-        write_beat(self._ring, Beat(seq, step, now_ns, phase, source, self._calls, name, counted))
+        beat = Beat(seq, step, now_ns, phase, source, self._calls, name, counted, *took)
+        write_beat(self._ring, beat)
         if seq % CHECK_EVERY == 1:
             write_flags(self._ring, self._handlers(), _HANDLERS)
 

@@ -1,13 +1,17 @@
 """Installs the heartbeat when, and only when, the user's program imports ``torch.optim``.
 
-A finder at the head of `sys.meta_path` waits for that one module, removes itself, and lets the
-usual finder load it. A program without torch never pays more than the finder's name comparison.
+A finder at the head of `sys.meta_path` waits for one module, removes itself, and lets the usual
+finder load it: ``torch.optim`` for the steps, ``torch.utils.data`` for the time in its loader. A
+program without torch never pays more than the finders' name comparisons.
 """
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from threading import local
 from types import FrameType, ModuleType
 from typing import Any
 from weakref import ref
@@ -172,26 +176,73 @@ def _has_zero_lr(optimizer: Any) -> bool:  # noqa: ANN401
 
 
 MODULE = "torch.optim.optimizer"
+LOADER_MODULE = "torch.utils.data.dataloader"
 Hook = Callable[[Any, object, object], None]
 
 
-def install(hook: Hook, on_hidden: Callable[[], None] = lambda: None) -> None:
-    """Have *hook* called after each optimizer step of this process, once torch is imported.
+class LoaderTime(local):
+    """The time of each thread in torch's data loader; of nested loaders, the outermost's."""
 
-    *on_hidden* is called when a step is compiled so that the hook cannot be called from it.
+    ns = 0
+    is_inside = False
+
+
+def install(
+    hook: Hook, before: Hook, loader: LoaderTime, on_hidden: Callable[[], None] = lambda: None
+) -> None:
+    """Have *hook* called after, and *before* before each optimizer step of this process.
+
+    *loader* takes the time in torch's data loader. *on_hidden* is called when a step is compiled so
+    that the hook cannot be called from it.
     """
-    loaded = sys.modules.get(MODULE)
+    when_imported(MODULE, lambda module: _register(module, hook, before, on_hidden))
+    when_imported(LOADER_MODULE, lambda module: _time_loader(module, loader))
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Have *call* called with the module *name* once it is imported; what it raises is dropped."""
+
+    def guarded(module: ModuleType) -> None:
+        try:
+            call(module)
+        except Exception:  # noqa: BLE001 boundary: with another torch one trains without us
+            return
+
+    loaded = sys.modules.get(name)
     if loaded is not None:
-        _register(loaded, hook, on_hidden)
+        guarded(loaded)
     else:
-        sys.meta_path.insert(0, _Waiter(hook, on_hidden))
+        sys.meta_path.insert(0, _Waiter(name, guarded))
 
 
-def _register(module: ModuleType, hook: Hook, on_hidden: Callable[[], None]) -> None:
-    try:
-        module.register_optimizer_step_post_hook(_for_compiled_too(hook, on_hidden))
-    except Exception:  # noqa: BLE001 boundary: a torch without this hook trains without heartbeats
-        return
+def _register(module: ModuleType, hook: Hook, before: Hook, on_hidden: Callable[[], None]) -> None:
+    def uncompiled(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
+        if not _is_compiling():
+            before(optimizer, args, kwargs)
+
+    module.register_optimizer_step_post_hook(_for_compiled_too(hook, on_hidden))
+    module.register_optimizer_step_pre_hook(uncompiled)
+
+
+def _time_loader(
+    module: ModuleType, spent: LoaderTime, mono_ns: Callable[[], int] = time.monotonic_ns
+) -> None:
+    iterator = module._BaseDataLoaderIter  # noqa: SLF001 where all of torch's loaders return
+    fetch = iterator.__next__
+
+    @wraps(fetch)
+    def timed(batches: Any) -> Any:  # noqa: ANN401
+        if spent.is_inside or _is_compiling():
+            return fetch(batches)
+        begun_ns = mono_ns()
+        try:
+            spent.is_inside = True
+            return fetch(batches)
+        finally:
+            spent.is_inside = False
+            spent.ns += mono_ns() - begun_ns
+
+    iterator.__next__ = timed
 
 
 def _for_compiled_too(hook: Hook, on_hidden: Callable[[], None]) -> Hook:
@@ -248,14 +299,14 @@ def _forbids_breaks(context: object) -> bool:
 
 
 class _Waiter(MetaPathFinder):
-    def __init__(self, hook: Hook, on_hidden: Callable[[], None]) -> None:
-        self._hook = hook
-        self._on_hidden = on_hidden
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._call = call
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != MODULE:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
@@ -265,7 +316,7 @@ class _Waiter(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _register(module, self._hook, self._on_hidden)
+            self._call(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

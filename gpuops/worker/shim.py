@@ -168,7 +168,8 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     preemption.heart = heart = Heartbeat(view, handlers=preemption.ours)
     api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)
-    install(heart, say_hidden if header.rank == 0 else lambda: None)
+    on_hidden = say_hidden if header.rank == 0 else lambda: None
+    install(heart, heart.begin_step, heart.loader, on_hidden)
     preemption.install()
 
 

@@ -1,7 +1,8 @@
 """What the heartbeat costs per optimizer step.
 
-Two ways: the hook's own time, called alone; and an optimizer step with and without the hook, in
-blocks that alternate within one process (A/B), because the machine's speed drifts.
+Two ways: the hooks' own time, called alone; and an optimizer step with and without the hooks, in
+blocks that alternate within one process (A/B), because the machine's speed drifts. And what timing
+torch's data loader adds to each batch of it, called alone.
 """
 
 import argparse
@@ -11,12 +12,17 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gpuops.wire.ring import RING_BYTES, RingHeader, write_header
 from gpuops.worker.heartbeat import Heartbeat
+from gpuops.worker.optimizer_hook import LoaderTime, _time_loader
 
 BLOCKS = 300
 STEPS = 50
@@ -50,13 +56,22 @@ def per_call_us(call, count):
 def measure(name):
     """Return the figures for one optimizer, microseconds per step."""
     optimizer, heart = make_optimizer(name), Heartbeat(make_ring())
-    alone = [per_call_us(lambda: heart(optimizer, (), {}), STEPS) for _ in range(BLOCKS)]
+
+    def hooks():
+        heart.begin_step(optimizer, (), {})
+        heart(optimizer, (), {})
+
+    alone = [per_call_us(hooks, STEPS) for _ in range(BLOCKS)]
     without, with_hook = [], []
     for _ in range(BLOCKS):
         without.append(per_call_us(optimizer.step, STEPS))
-        handle = register_optimizer_step_post_hook(heart)
+        handles = [
+            register_optimizer_step_post_hook(heart),
+            register_optimizer_step_pre_hook(heart.begin_step),
+        ]
         with_hook.append(per_call_us(optimizer.step, STEPS))
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     pairs = [b - a for a, b in zip(without, with_hook, strict=True)]
     return {
         "hook_alone_median_us": round(statistics.median(alone), 2),
@@ -65,6 +80,20 @@ def measure(name):
         "step_with_median_us": round(statistics.median(with_hook), 2),
         "difference_median_us": round(statistics.median(pairs), 2),
     }
+
+
+def measure_loader():
+    """Return what timing it adds to one batch of the loader, microseconds."""
+    module = ModuleType("dataloader")
+    module._BaseDataLoaderIter = iterator = type("Iterator", (), {"__next__": lambda _: None})
+    plain, batches = iterator.__next__, iterator()
+    _time_loader(module, LoaderTime())
+    timed = iterator.__next__
+    pairs = [
+        per_call_us(lambda: timed(batches), STEPS) - per_call_us(lambda: plain(batches), STEPS)
+        for _ in range(BLOCKS)
+    ]
+    return {"loader_median_us": round(statistics.median(pairs), 2)}
 
 
 def main():
@@ -76,6 +105,7 @@ def main():
     gc.disable()
     rows = {name: measure(name) for name in ("AdamW", "SGD")}
     result = {"what": "heartbeat per optimizer step, microseconds", "goal_us": GOAL_US, **rows}
+    result |= measure_loader()
     print(
         f"{'optimizer':<10} {'hook alone':>10} {'p99':>7} {'step':>8} {'with hook':>10} {'diff':>7}"
     )
@@ -85,6 +115,7 @@ def main():
             f"{row['step_without_median_us']:>8} {row['step_with_median_us']:>10} "
             f"{row['difference_median_us']:>7}   us"
         )
+    print(f"one batch of torch's data loader: {result['loader_median_us']} us more")
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,11 +134,13 @@ def _saved():
 
 
 def ring():
-    """Return a heartbeat ring of two beats and a request, up to its last beat."""
+    """Return a heartbeat ring of three beats and a request, up to its last beat."""
     content = bytearray(RING_BYTES)
     write_header(content, RingHeader(rank=3, generation=1, pid=77, start_mono_ns=5))
     write_beat(content, Beat(1, -1, 10, WorkerPhase.STARTING, StepSource.UNKNOWN, 0))
     write_beat(content, Beat(2, 9, 20, WorkerPhase.OTHER, StepSource.REPORTED, 4, "warm-up"))
+    step = Beat(3, 10, 30, WorkerPhase.STEPPING, StepSource.OPTIMIZER_STATE, 5)
+    write_beat(content, replace(step, data_us=1000, optimizer_us=200, tokens=4096))
     write_request(content, AgentRequest.DRAIN, 12)
     raise_flag(content, WorkerFlag.STOP_POLLED)
     return {
@@ -147,7 +149,7 @@ def ring():
         "header": bytes(content[:HEADER_BYTES]).hex(),
         "beats": [
             bytes(content[begin : begin + RECORD_BYTES]).hex()
-            for begin in (HEADER_BYTES, HEADER_BYTES + RECORD_BYTES)
+            for begin in range(HEADER_BYTES, HEADER_BYTES + 3 * RECORD_BYTES, RECORD_BYTES)
         ],
         **{
             word: [item.value for item in kind]

@@ -1,5 +1,8 @@
 """The heartbeat ring that a worker writes and its agent reads."""
 
+import struct
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +80,38 @@ def test_a_beat_keeps_every_field():
     write_beat(buffer, sent)
 
     assert read_beats(buffer) == [sent]
+
+
+def test_a_step_keeps_its_times_and_tokens_and_no_name():
+    buffer = ring()
+    sent = [
+        replace(beat(1), data_us=7, optimizer_us=8, tokens=9),
+        replace(beat(2), data_us=2**32 - 1, optimizer_us=0x41414141, tokens=2**64 - 1),
+        beat(3),
+    ]
+    for each in sent:
+        write_beat(buffer, each)
+
+    assert read_beats(buffer) == sent
+
+
+def test_a_step_of_hours_and_absurd_tokens_are_clipped():
+    buffer = ring()
+    hours_us = 2 * 3600 * 10**6
+    write_beat(buffer, replace(beat(1), data_us=hours_us, optimizer_us=hours_us, tokens=2**70))
+
+    (read,) = read_beats(buffer)
+    assert (read.data_us, read.optimizer_us, read.tokens) == (2**32 - 1, 2**32 - 1, 2**64 - 1)
+    assert (read.seq, read.step, read.mono_ns) == (1, 1, 10)
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_a_ring_of_another_version_is_refused_by_its_number(version):
+    buffer = ring(2)
+    struct.pack_into("<I", buffer, 8, version)
+
+    with pytest.raises(RingError, match=rf"version 3: b'GPUOPSHB' {version}$"):
+        read_beats(buffer)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from gpuops.wire.ring import (
     write_request,
 )
 
+log = logging.getLogger(__name__)
+
 _BYTES_MAX = RING_BYTES + SLOTS_MAX * 64
 
 
@@ -60,8 +62,14 @@ class RingReader:
             return []
         try:
             beats = read_beats(memoryview(self._ring), self.last_seq)
-        except ValueError:  # RingError, or a number that is none of ours
+        except ValueError as error:  # RingError, or a number that is none of ours
             self._is_damaged = True
+            log.warning(
+                "the heartbeats in %s are ignored (%s): steps and hangs of this rank are not seen;"
+                " if the script's environment has another gpuops than the agent, install the same",
+                self.path.name,
+                str(error),
+            )
             return []
         if beats:
             self.last_seq = beats[-1].seq
@@ -129,9 +137,6 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,3 +178,19 @@ def test_a_damaged_ring_has_no_beats(tmp_path, data):
     assert reader.poll() == []
     assert reader.poll() == []
     reader.close()
+
+
+def test_the_ring_of_another_gpuops_is_named_once_and_has_no_beats(tmp_path, caplog):
+    path = tmp_path / "rank0.ring"
+    ring = bytearray(RING_BYTES)
+    write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
+    write_beat(ring, beat(1))
+    ring[8] = 2
+    path.write_bytes(ring)
+    reader = RingReader(path)
+
+    assert [reader.poll() for _ in range(3)] == [[], [], []]
+    reader.close()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("the heartbeats in rank0.ring are ignored (not a heartbeat ring of ver")
+    assert "install the same" in line

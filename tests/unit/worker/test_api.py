@@ -127,7 +127,7 @@ class Odd:
     def __index__(self): raise AssertionError("a device was read")
     def __str__(self): raise ValueError("no name")
 for step in (None, "x", -1, 1.5, Odd(), object()):
-    assert gpuops.progress(step) is None
+    assert gpuops.progress(step, tokens=step) is None
 gpuops.progress(2**80)
 with gpuops.phase("x" * 300): pass
 with gpuops.phase("\u00e9" * 300): pass
@@ -147,6 +147,32 @@ def test_nothing_raises_whatever_it_is_given(tmp_path, disabled):
     if disabled == "0":
         assert (beats[0].phase, beats[0].step) == (WorkerPhase.STEPPING, 2**63 - 1)
         assert [b.name for b in beats[1::2]][:3] == ["x" * 16, "\u00e9" * 8, "?"]
+
+
+def test_tokens_of_a_step_are_told_and_what_is_no_number_of_them_is_named_once(tmp_path):
+    body = """
+class Device:
+    device = "cuda:0"
+    def __index__(self): raise AssertionError("a device was read")
+gpuops.progress(1, tokens=4096)
+for tokens in (-1, 1.5, "many", None, Device()):
+    gpuops.progress(2, tokens=tokens)
+gpuops.progress(2, tokens=100)
+gpuops.progress(3, tokens=2**80)
+gpuops.progress(4)
+"""
+    with Worker(tmp_path, body) as worker:
+        code, said = worker.end()
+        beats = worker.reader.poll()
+
+    assert code == 0
+    assert said == (
+        "gpuops: gpuops.progress(step, tokens=a negative number): tokens are ignored, steps are "
+        "not; give a whole number from 0 on that is on the host\n"
+    )
+    steps = [(b.step, b.tokens) for b in beats if b.phase is WorkerPhase.STEPPING]
+    # What is reported of a step again is of the next one: each beat is written once.
+    assert steps == [(1, 4096), *[(2, 0)] * 6, (3, 2**64 - 1), (4, 0)]
 
 
 def test_without_an_agent_they_do_nothing_and_cost_no_import_before_they_are_used(tmp_path):
@@ -356,7 +382,7 @@ def test_a_compiled_step_may_hold_all_of_it(tmp_path):
 import torch
 @torch.compile(backend="eager", fullgraph=True)
 def step(x):
-    gpuops.progress(3)
+    gpuops.progress(3, tokens=5)
     with gpuops.phase("eval"):
         x = x + 1
     return x * 2 if gpuops.should_stop() else x
@@ -389,8 +415,9 @@ def test_a_reported_step_goes_before_the_optimizers(tmp_path):
 import torch
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
+batches = iter(torch.utils.data.DataLoader(torch.ones(2, 2)))
 def step():
-    model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+    model(next(batches)).sum().backward(); optimizer.step()
 step(); gpuops.progress(500); step(); gpuops.progress(501)
 """
     with Worker(tmp_path, body) as worker:
@@ -404,3 +431,5 @@ step(); gpuops.progress(500); step(); gpuops.progress(501)
         (501, "REPORTED"),
     ]
     assert [b.optimizer_calls for b in beats] == [1, 1, 2, 2]
+    # The first optimizer step of both has its times; the report has them where it has the step.
+    assert [b.data_us > 0 and b.optimizer_us > 0 for b in beats] == [True, False, False, True]

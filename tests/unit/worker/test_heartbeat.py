@@ -1,9 +1,14 @@
 """The optimizer hook, with stand-ins for optimizers: torch is not needed to know what a step is."""
 
+import contextlib
 import errno
 import gc
+import importlib
 import os
+import sys
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -18,7 +23,15 @@ from gpuops.wire.ring import (
     write_header,
 )
 from gpuops.worker.heartbeat import Heartbeat, create_ring
-from gpuops.worker.optimizer_hook import PATIENCE, PATIENCE_MAX, StepReader, _register
+from gpuops.worker.optimizer_hook import (
+    PATIENCE,
+    PATIENCE_MAX,
+    LoaderTime,
+    StepReader,
+    _register,
+    _time_loader,
+    when_imported,
+)
 
 
 class Scalar:
@@ -45,10 +58,226 @@ class Optimizer:
         self.state = {name: {"step": step} for name, step in steps.items()}
 
 
-def heart():
+def heart(mono_ns=lambda: 5):
     ring = bytearray(RING_BYTES)
     write_header(ring, RingHeader(rank=0, generation=0, pid=1, start_mono_ns=0))
-    return Heartbeat(memoryview(ring), mono_ns=lambda: 5), ring
+    return Heartbeat(memoryview(ring), mono_ns=mono_ns), ring
+
+
+@contextlib.contextmanager
+def registered(beat, on_hidden=lambda: None):
+    """Have torch's optimizers call *beat* within the block."""
+    from torch.optim import optimizer as module
+
+    handles = []
+    stand_in = ModuleType("optimizer")
+    stand_in.register_optimizer_step_post_hook = lambda hook: handles.append(
+        module.register_optimizer_step_post_hook(hook)
+    )
+    stand_in.register_optimizer_step_pre_hook = lambda hook: handles.append(
+        module.register_optimizer_step_pre_hook(hook)
+    )
+    _register(stand_in, beat, beat.begin_step, on_hidden)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Job:
+    """A script's loop on a clock that only it moves."""
+
+    def __init__(self):
+        self.now_us = 10
+        self.beat, self.ring = heart(lambda: self.now_us * 1000)
+        module = ModuleType("dataloader")
+        module._BaseDataLoaderIter = self.iterator = type("Iterator", (), {"__next__": self.read})
+        _time_loader(module, self.beat.loader, lambda: self.now_us * 1000)
+
+    @staticmethod
+    def read(work):
+        return work.make()
+
+    def load(self, make):
+        """Take a batch from torch's loader, which calls *make* for it."""
+        batches = self.iterator()
+        batches.make = make
+        return next(batches)
+
+    def work(self, us):
+        self.now_us += us
+        return us
+
+    def step(self, optimizer, us, within=lambda: None):
+        self.beat.begin_step(optimizer, (), {})
+        self.work(us)
+        within()
+        self.beat(optimizer, (), {})
+
+    def raises(self, optimizer, us):
+        self.beat.begin_step(optimizer, (), {})
+        self.work(us)
+
+    @property
+    def times(self):
+        """Return step, time in the loader and in optimizers of each beat."""
+        return [(b.step, b.data_us, b.optimizer_us) for b in read_beats(self.ring)]
+
+
+def test_a_step_has_the_time_of_all_its_loads_and_of_its_optimizer():
+    job, optimizer = Job(), Optimizer(w=1)
+    for _ in range(3):  # gradients are accumulated
+        assert job.load(lambda: job.work(20)) == 20
+        job.work(1000)
+    job.step(optimizer, 7)
+    optimizer.state["w"]["step"] = 2
+    job.step(optimizer, 8)
+
+    assert job.times == [(1, 60, 7), (2, 0, 8)]
+
+
+def test_without_an_optimizer_a_step_has_the_time_of_its_loads():
+    job = Job()
+    for step in (1, 2):
+        job.load(lambda: job.work(20))
+        job.beat.progress(step, tokens=100 * step)
+
+    assert [(b.data_us, b.optimizer_us, b.tokens) for b in read_beats(job.ring)] == [
+        (20, 0, 100),
+        (20, 0, 200),
+    ]
+
+
+def test_a_beat_that_repeats_a_step_leaves_the_times_to_the_next_step():
+    job, critic, generator = Job(), Optimizer(w=1), Optimizer(w=1)
+    for step in (1, 2):
+        job.load(lambda: job.work(20))
+        critic.state["w"]["step"] = generator.state["w"]["step"] = step
+        job.step(critic, 5)
+        job.step(generator, 3)
+    assert job.times == [(1, 20, 5), (1, 0, 0), (2, 20, 8), (2, 0, 0)]
+
+    job.step(critic, 5)
+    job.beat.progress(3)
+    assert job.times[-2:] == [(2, 0, 0), (3, 0, 8)]
+
+
+def test_without_a_step_number_each_beat_has_its_own_times():
+    job, optimizer = Job(), Optimizer()
+    for us in (5, 6):
+        job.step(optimizer, us)
+
+    assert job.times == [(STEP_UNKNOWN, 0, 5), (STEP_UNKNOWN, 0, 6)]
+
+
+def test_what_a_phase_loads_is_not_the_next_steps():
+    job, optimizer = Job(), Optimizer(w=1)
+    job.beat.enter(WorkerPhase.EVAL, "eval")
+    job.load(lambda: job.work(5000))
+    job.beat.enter(WorkerPhase.RESUMED)
+    job.load(lambda: job.work(20))
+    job.step(optimizer, 5)
+
+    assert job.times[-1] == (1, 20, 5)
+
+
+def test_an_optimizer_step_that_raises_ends_in_no_time_of_a_later_one():
+    job, optimizer, other = Job(), Optimizer(w=1), Optimizer(w=1)
+    job.raises(optimizer, 700)
+    job.step(other, 3)
+    job.work(900)
+    other.state["w"]["step"] = optimizer.state["w"]["step"] = 2
+    job.step(optimizer, 4)
+    for number in range(5000):  # they do not fill the memory
+        job.raises(number, 1)
+
+    assert job.times == [(1, 0, 3), (2, 0, 4)]
+    assert len(job.beat._begun_ns) <= 1024
+
+
+def test_an_optimizer_that_steps_another_one_counts_no_time_twice():
+    job, inner, outer = Job(), Optimizer(), Optimizer()
+    job.step(outer, 2, lambda: (job.step(inner, 10), job.work(5)))
+
+    assert job.times == [(STEP_UNKNOWN, 0, 10), (STEP_UNKNOWN, 0, 5)]
+
+
+def test_a_loader_within_a_loader_is_counted_once_and_one_that_raises_is_counted():
+    job = Job()
+    job.load(lambda: (job.work(5), job.load(lambda: job.work(10))))
+    with pytest.raises(StopIteration):
+        job.load(lambda: (job.work(3), next(iter(()))))
+    job.load(lambda: job.work(1))
+    job.beat.progress(1)
+
+    assert job.times == [(1, 19, 0)]
+
+
+def test_a_thread_that_reads_ahead_takes_no_time_of_the_step():
+    job = Job()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(job.load, lambda: job.work(50)).result()
+    job.load(lambda: job.work(2))
+    job.beat.progress(1)
+
+    assert job.times == [(1, 2, 0)]
+
+
+def test_a_hook_that_fails_at_the_import_fails_no_import(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_come.py").write_text("ready = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    called = []
+    for _ in range(2):  # before the import and after it
+        when_imported("slow_to_come", lambda module: called.append(module.ready) or 1 / 0)
+        assert importlib.import_module("slow_to_come").ready == 1
+
+    assert called == [1, 1]
+    del sys.modules["slow_to_come"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_time_in_torchs_loader_is_the_time_until_it_returns(workers):
+    from torch.utils.data import dataloader
+
+    class Slow:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            time.sleep(0.05)
+            return index
+
+    spent, iterator = LoaderTime(), dataloader._BaseDataLoaderIter
+    original = iterator.__next__
+    _time_loader(dataloader, spent)
+    try:
+        begun_ns = time.monotonic_ns()
+        # Processes of two workers start before the first `__next__`, and may load by then.
+        seen = [int(batch) for batch in dataloader.DataLoader(Slow(), num_workers=workers)]
+        wall_ns = time.monotonic_ns() - begun_ns
+    finally:
+        iterator.__next__ = original
+
+    assert seen == [0, 1]
+    assert 0 < spent.ns <= wall_ns
+    assert workers or spent.ns >= 100_000_000
+    assert not spent.is_inside
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
+def test_torchs_optimizers_are_timed_from_hook_to_hook(options):
+    import torch
+
+    job = Job()
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    with registered(job.beat):
+        torch.optim.AdamW([weight], **options).step(lambda: job.work(40))
+
+    assert job.times == [(1, 0, 40)]
 
 
 def test_each_call_is_a_beat_with_the_optimizers_step():
@@ -374,7 +603,6 @@ def test_a_ring_has_all_its_memory_before_the_first_beat(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiled_steps_beat_unless_a_graph_break_is_an_error():
     import torch
-    from torch.optim import optimizer as module
 
     class Plain(torch.optim.Optimizer):
         @torch.no_grad()
@@ -383,23 +611,16 @@ def test_compiled_steps_beat_unless_a_graph_break_is_an_error():
                 for parameter in group["params"]:
                     parameter.add_(parameter.grad, alpha=-group["lr"])
 
-    handles, hidden = [], []
-    stand_in = ModuleType("optimizer")
-    stand_in.register_optimizer_step_post_hook = lambda hook: handles.append(
-        module.register_optimizer_step_post_hook(hook)
-    )
+    hidden = []
     beat, ring = heart()
-    _register(stand_in, beat, lambda: hidden.append(1))
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     adamw, plain = torch.optim.AdamW([weight]), Plain([weight], {"lr": 0.1})
-    try:
+    with registered(beat, lambda: hidden.append(1)):
         for optimizer, is_full in ((adamw, False), (plain, True)):
             step = torch.compile(optimizer.step, backend="eager", fullgraph=is_full)
             for _ in range(2):
                 step()
-    finally:
-        handles[0].remove()
 
     assert [b.step for b in read_beats(ring)] == [1, 2]
     assert hidden == [1]

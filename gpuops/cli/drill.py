@@ -42,6 +42,7 @@ from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import envelope
 from gpuops.store.spool.record import Recorder, spool_recorder
+from gpuops.wire.worker_drill import KINDS, VARIABLE
 
 OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -192,12 +193,19 @@ def drill() -> None:
 @drill.command("list", epilog="Example: gpuops drill list")
 @json_option
 def list_scenarios(*, as_json: bool) -> None:
-    """List the scenarios."""
+    """List the scenarios, and the faults that a worker injects into itself."""
     if as_json:
         rows = [{"name": item.name, "summary": item.summary} for item in SCENARIOS]
-        click.echo(json.dumps(envelope("gpuops.drill-list/1", {"scenarios": rows}), indent=2))
+        of_worker = [{"name": name, "summary": KINDS[name]} for name in KINDS]
+        body = {"scenarios": rows, "worker_faults": of_worker}
+        click.echo(json.dumps(envelope("gpuops.drill-list/1", body), indent=2))
         return
+    width = max(map(len, KINDS))
     click.echo(scenario_list(SCENARIOS))
+    click.echo(
+        f"\nFaults inside a worker, with {VARIABLE}=KIND:rank=N,step=N gpuops run --allow-drills:"
+    )
+    click.echo("\n".join(f"{name:{width}}  {summary}" for name, summary in KINDS.items()))
 
 
 # For the help of a scenario: the first two of these options that it has.

@@ -28,9 +28,11 @@ from gpuops.config.resolve import Settings, environ, unset_environ, update_envir
 from gpuops.errors import EXIT_OK, EXIT_REQUEUE, EXIT_USAGE, GpuopsError
 from gpuops.host.clock import SystemClock
 from gpuops.host.container import container_facts
+from gpuops.host.node_state import node_name
 from gpuops.host.trust import current_uid
 from gpuops.log import printable
 from gpuops.model import envelope
+from gpuops.wire import worker_drill
 
 if TYPE_CHECKING:
     from gpuops.agent.journal.session import RunOutcome
@@ -98,7 +100,7 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
         _print_line(f"warning: {line}")
     if note := lost_in_container(container, env, settings.spool_users_dir):
         _print_line(note)
-    unset_environ(SECRET_VARIABLES)
+    unset_environ((*SECRET_VARIABLES, *_foreign_drill(request, node_name(env))))
     _survive_closed_streams()
     if not settings.store_is_default:
         from gpuops.store.backends import parse_url
@@ -109,6 +111,12 @@ def run(ctx: click.Context, words: tuple[str, ...]) -> int:
     if problem := leave(outcome.exit_code, settings.values["run.exit_code_file"].value):
         _print_line(f"warning: {problem}")
     return outcome.exit_code
+
+
+def _foreign_drill(request: RunRequest, node: str) -> tuple[str, ...]:
+    """Return the variable that the workers of *node* must not see: they inject no fault."""
+    drill = request.drill
+    return () if drill is not None and drill.node in {None, node} else (worker_drill.VARIABLE,)
 
 
 def _command(ctx: click.Context, name: str, *words: str) -> int:

@@ -36,9 +36,9 @@ import faulthandler  # noqa: E402
 import io  # noqa: E402
 import signal  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
+from collections.abc import Callable, Mapping  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 from gpuops.config.resolve import environ  # noqa: E402
 from gpuops.host.process.executable import describe_refusal  # noqa: E402
@@ -169,8 +169,25 @@ def start_heartbeat(env: Mapping[str, str], preemption: Preemption) -> None:
     api.connect(heart, lambda: preemption.signalled_ns)
     os.register_at_fork(after_in_child=heart.stop)
     on_hidden = say_hidden if header.rank == 0 else lambda: None
-    install(heart, heart.begin_step, heart.loader, on_hidden)
+    install(with_drill(heart, env), heart.begin_step, heart.loader, on_hidden)
     preemption.install()
+
+
+def with_drill(heart: Heartbeat, env: Mapping[str, str]) -> Callable[[Any, object, object], None]:
+    """Return the hook of *heart*, followed by the fault that this worker is to inject, if any."""
+    if not env.get("GPUOPS_DRILL"):
+        return heart
+    from gpuops.worker.drills import drill_of  # most workers do without it
+
+    drill = drill_of(env)
+    if drill is None:
+        return heart
+
+    def beat_and_fail(optimizer: Any, args: object, kwargs: object) -> None:  # noqa: ANN401
+        heart(optimizer, args, kwargs)
+        drill()
+
+    return beat_and_fail
 
 
 def say_hidden() -> None:

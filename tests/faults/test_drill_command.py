@@ -13,6 +13,7 @@ from support.runs import is_alive, wait_until
 
 from gpuops.drill.catalogue import SCENARIOS
 from gpuops.store.spool.format import decode_line
+from gpuops.wire.worker_drill import KINDS
 
 
 @pytest.fixture
@@ -55,7 +56,10 @@ def test_the_list_names_every_scenario():
     rows = json.loads(gpuops("drill", "list", "--json").stdout)
 
     assert shown.returncode == 0
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == [s.name for s in SCENARIOS]
+    scenarios, _, worker_faults = shown.stdout.partition("\n\nFaults inside a worker, with ")
+    assert [line.split()[0] for line in scenarios.splitlines()] == [s.name for s in SCENARIOS]
+    assert [line.split()[0] for line in worker_faults.splitlines()[1:]] == [*KINDS]
+    assert [row["name"] for row in rows["worker_faults"]] == [*KINDS]
     assert rows["schema"] == "gpuops.drill-list/1"
     assert [row["name"] for row in rows["scenarios"]] == [s.name for s in SCENARIOS]
 

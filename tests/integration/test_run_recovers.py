@@ -90,3 +90,15 @@ def test_a_worker_that_ignores_sigterm_does_not_hold_the_restart_up(tmp_path):
     assert stubborn["signal"] == "SIGKILL"
     (incident,) = run.incidents()
     assert {"kind": "rank", "id": "0"} in incident["culprits"]
+
+
+def test_a_rank_that_leaves_a_collective_out_on_purpose_hangs_the_first_generation_only(tmp_path):
+    drill = {"GPUOPS_DRILL": "skip-collective:rank=1,step=3"}
+    words = ("--allow-drills", "--hang-timeout=5", TRAIN, "--steps=6", "--pause=0.01")
+    with Run(tmp_path, *words, env=drill) as run:
+        assert run.finish() == 0, run.said()
+
+    assert "the fault skip-collective:rank=1,step=3 is injected" in run.said()
+    (incident,) = run.incidents()
+    assert incident["failure_class"].startswith("hang.")
+    assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]

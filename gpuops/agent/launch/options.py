@@ -16,6 +16,7 @@ from gpuops.agent.launch.plan import LaunchPlan
 from gpuops.agent.launch.preconditions import check_program
 from gpuops.config.schema import SettingValue
 from gpuops.errors import UsageError
+from gpuops.wire.worker_drill import WorkerDrill
 
 DEFAULT = "default"
 # Flags whose settings stand in another table than [run].
@@ -133,6 +134,7 @@ class RunRequest:
     master: tuple[str, int] | None
     print_timeouts: bool = False
     as_json: bool = False
+    drill: WorkerDrill | None = None
     given: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -214,6 +216,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     _add_health(parser)
     _add_nodes(parser)
     _add_trust(parser)
+    _add_drills(parser)
     _add_output(parser)
     # None marks what the user left out; torch 2.8 would say 29500 for the port.
     defaults: dict[str, Any] = dict.fromkeys(("tee", "redirects"))
@@ -310,6 +313,17 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
         "--http",
         metavar="ADDR:PORT|PORT|off",
         help="Where each agent answers /healthz, /state and /metrics; default: loopback, any port.",
+    )
+
+
+def _add_drills(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Drills")
+    _both(
+        group,
+        "--allow-drills",
+        action="store_true",
+        help="Let workers inject into themselves the fault that GPUOPS_DRILL names, for example "
+        "slow:rank=1,factor=1.5 (see `gpuops drill list`).",
     )
 
 

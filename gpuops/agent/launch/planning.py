@@ -27,6 +27,7 @@ from gpuops.config import schema
 from gpuops.config.resolve import Settings
 from gpuops.errors import UsageError
 from gpuops.incident.decision import RestartPolicy
+from gpuops.wire.worker_drill import VARIABLE, WorkerDrill, drill_of_run
 
 _LOOPBACK = "127.0.0.1"
 # Of the silence that is death: `Plan`'s own proportions, 6 s and 10 s of 15 s.
@@ -61,6 +62,7 @@ def request_of(
     plan = _with_token(plan, options, env, settings.state_dir, uid)
     _fill(found, options, plan, place, step, is_standalone=is_standalone)
     is_private = place.kind is EndpointKind.PRIVATE
+    drill = drill_of_run(env, is_allowed=found.allow_drills)
     return RunRequest(
         torch=found,
         command=typed.command,
@@ -70,9 +72,11 @@ def request_of(
         master=workers_master(options) if is_private and not is_standalone else None,
         print_timeouts=found.print_timeouts,
         as_json=found.as_json,
+        drill=drill,
         given={name: item.shown for name, item in options.items() if item.is_set},
         warnings=(
             *typed.warnings,
+            *_drill_warnings(env, drill),
             *_warnings(plan, timing, None if settings.disabled else why_unseen(found)),
         ),
     )
@@ -194,6 +198,14 @@ def _fill(
         found.local_addr = found.local_addr or _LOOPBACK
         if is_standalone or options["rdzv_id"].text is None:
             found.rdzv_id = str(uuid.uuid4())  # as under torchrun --standalone
+
+
+def _drill_warnings(env: Mapping[str, str], drill: WorkerDrill | None) -> tuple[str, ...]:
+    if drill is not None:
+        return (f"--allow-drills: the fault {env[VARIABLE]} is injected",)
+    if env.get(VARIABLE):
+        return (f"{VARIABLE} is ignored: a fault is injected with --allow-drills only",)
+    return ()
 
 
 def _warnings(plan: LaunchPlan, timing: RendezvousTimeouts, unseen: str | None) -> tuple[str, ...]:

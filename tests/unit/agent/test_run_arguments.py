@@ -165,3 +165,21 @@ def test_help_shows_torchruns_flags_and_ours():
     assert "93 do not requeue" in text
     with pytest.raises(HelpAskedError):
         requested("--help")
+
+
+def test_a_drill_needs_its_flag_and_a_name(script):
+    env = {"GPUOPS_DRILL": "slow:rank=1"}
+
+    asked = requested("--allow-drills", script, env=env)
+    assert asked.drill.kind == "slow"
+    assert "--allow-drills: the fault slow:rank=1 is injected" in asked.warnings
+
+    ignored = requested(script, env=env)
+    assert ignored.drill is None
+    assert "GPUOPS_DRILL is ignored: a fault is injected with --allow-drills only" in (
+        ignored.warnings
+    )
+    assert requested(script, env={"GPUOPS_DRILL": "nonsense"}).drill is None
+    assert requested("--allow-drills", script).drill is None
+    with pytest.raises(UsageError, match="there is no fault 'nonsense'"):
+        requested("--allow-drills", script, env={"GPUOPS_DRILL": "nonsense"})

@@ -82,19 +82,25 @@ def _verdict(job: "_Job") -> tuple[HangKind, Collection[int], str]:
     if stalled := job.stalled():
         return HangKind.STALLED, stalled, "their peers completed what they only called"
     if edges := job.edges():
-        return _ends_of_chains(job.dumps, edges)
+        return _ends_of_chains(job.dumps, edges, _most_waiting(job).keys())
     return HangKind.ALL_IN, (), "all ranks have called what is pending"
 
 
 def _ends_of_chains(
-    known: Collection[int], edges: Mapping[int, set[int]]
+    known: Collection[int], edges: Mapping[int, set[int]], most_waiting: Collection[int]
 ) -> tuple[HangKind, Collection[int], str]:
-    """Return the ranks that others wait for and that wait for nobody; else a ring of ranks."""
+    """Return the ranks that others wait for and that wait for nobody; else a ring of ranks.
+
+    Of a ring those are named that wait elsewhere than most, if more than half of all that wait do
+    so in one collective: they left it out, or called another one first.
+    """
     awaited = {other for others in edges.values() for other in others}
     if absent := (awaited & set(known)) - edges.keys():
         return HangKind.ABSENT, absent, "the others wait in a collective that they have not called"
     if ring := _in_cycles({rank: others & edges.keys() for rank, others in edges.items()}):
-        return HangKind.DEADLOCK, ring, "each waits in one group for a rank that waits in another"
+        elsewhere = ring.difference(most_waiting) if 2 * len(most_waiting) > len(edges) else ring
+        why = "they wait in one group for ranks that wait for them in another"
+        return HangKind.DEADLOCK, elsewhere or ring, why
     return HangKind.ABSENT, (), "the others wait for ranks that left no dump"
 
 

@@ -83,6 +83,27 @@ def test_ranks_that_enter_two_groups_in_crossed_order_wait_for_each_other():
 @pytest.mark.parametrize(
     "odd",
     [
+        [("pair", "all_reduce"), ("0", "barrier")],
+        [("b", "all_reduce"), ("a", "all_reduce"), ("pair", "all_reduce"), ("0", "barrier")],
+        [("b", "all_reduce"), ("pair", "all_reduce"), ("0", "barrier")],
+    ],
+    ids=["left out both", "crossed", "left out one"],
+)
+def test_of_a_ring_the_rank_is_named_that_waits_elsewhere_than_most(odd):
+    everybody = [0, 1, 2, 3]
+    groups = {"a": everybody, "b": everybody, "0": everybody, "pair": [2, 3]}
+    usual = [("a", "all_reduce"), ("b", "all_reduce")]
+    of_pair = [*usual, ("pair", "all_reduce"), ("0", "barrier")]
+    programs = {0: [*usual, ("0", "barrier")], 1: [*usual, ("0", "barrier")], 2: odd, 3: of_pair}
+
+    found = diagnose(dumps_of(RecordedJob(groups, programs).play()))
+
+    assert (found.kind, found.ranks, found.waiting) == (HangKind.DEADLOCK, (2,), (0, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
         entry("0", 4, "nccl:broadcast"),
         entry("0", 4, "nccl:all_reduce", sizes=[(512,)]),
         entry("0", 4, "nccl:all_reduce", dtype="Half"),

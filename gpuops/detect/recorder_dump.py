@@ -25,6 +25,8 @@ class CollectiveCall:
     ``number`` counts the collectives of a group, and apart from them its sends and receives.
     ``sizes`` and ``dtypes`` are those of the inputs. ``peer``: the other end of a send or receive,
     by its place in the group. ``place``: the program's own line that called it, if it was recorded.
+    ``created_ns``: when it was called, by the wall clock; with ``backend`` nccl that is when it was
+    enqueued, and ``duration_s`` is what it took on the device, if that was timed.
     """
 
     group: str
@@ -36,6 +38,9 @@ class CollectiveCall:
     is_p2p: bool = False
     peer: int | None = None
     place: str = ""
+    backend: str = ""
+    created_ns: int = 0
+    duration_s: float | None = None
 
     def __str__(self) -> str:
         sizes = ", ".join("x".join(map(str, size)) or "1" for size in self.sizes)
@@ -81,6 +86,7 @@ def _call(entry: object, place: int) -> CollectiveCall:
     is_p2p = entry.get("is_p2p") is True
     is_retired = entry.get("retired") is True
     operation, _, ends = name.partition(" ")
+    created_ns = entry.get("time_created_ns")
     return CollectiveCall(
         group=_text(group[0], f"{where}: process_group"),
         number=_whole(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id"), where),
@@ -91,6 +97,9 @@ def _call(entry: object, place: int) -> CollectiveCall:
         is_p2p=is_p2p,
         peer=_peer(ends),
         place=_place(entry.get("frames")),
+        backend=backend,
+        created_ns=created_ns if _is_number(created_ns) else 0,
+        duration_s=_duration_s(entry.get("duration_ms")),
     )
 
 
@@ -122,6 +131,12 @@ def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
         for size in tensors
         if isinstance(size, list | tuple)
     )
+
+
+def _duration_s(value: object) -> float | None:
+    if isinstance(value, int | float) and 0 <= value < 1e12:
+        return value / 1e3
+    return None
 
 
 def _peer(ends: str) -> int | None:

@@ -110,3 +110,16 @@ def test_what_a_dump_says_beyond_the_known_is_left_out():
 
     assert (found.calls[0].peer, found.calls[0].dtypes, found.members) == (None, (), {})
     assert len(found.calls[0].sizes[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ("written", "duration_s"), [(2.5, 0.0025), (0, 0.0), (-1.0, None), ("2", None), (None, None)]
+)
+def test_when_and_how_long_a_collective_was_is_kept(written, duration_s):
+    about = {"time_created_ns": 1_795_000_000_000_000_000, "duration_ms": written}
+    body = {"entries": [entry("0", 1, "nccl:all_reduce") | about]}
+
+    (call,) = parse_dump(json.dumps(body).encode()).calls
+
+    assert (call.backend, call.created_ns) == ("nccl", 1_795_000_000_000_000_000)
+    assert call.duration_s == duration_s

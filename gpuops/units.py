@@ -83,6 +83,11 @@ def format_seconds(duration_s: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def format_step(step_s: float) -> str:
+    """Return the time of a step with three digits: ``"0.415 s"``; of ten seconds on as others."""
+    return f"{step_s:.3g} s" if step_s < 10 else format_seconds(step_s)
+
+
 def iso_utc(time_us: int) -> str:
     """Return ISO 8601 in UTC with microseconds, ``"2026-03-02T09:14:00.123456Z"``."""
     moment = datetime.fromtimestamp(time_us // US_PER_S, tz=UTC)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import json_option
 from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
 from gpuops.detect.recorder_dump import RANKS_MAX, RankDump, parse_dump
@@ -30,7 +31,12 @@ _EXIT_CODES = {HangKind.NOTHING: EXIT_OK, HangKind.ALL_IN: EXIT_UNKNOWN}
 _RANK = re.compile(r"([0-9]{1,7})(?:\.[A-Za-z]+)?\Z")
 
 
-@click.group(epilog="Example: gpuops detect replay flight_recorder/")
+_LAZY = {
+    "show": ("gpuops.cli.detect_show:show", "Show a run's step time, and what was detected when."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=_LAZY, epilog="Example: gpuops detect replay flight_recorder/")
 def detect() -> None:
     """Find what slows or stops a job, in what it recorded."""
 

@@ -70,7 +70,7 @@ def open_history(ctx: click.Context, store_url: str | None, run_dir: Path | None
     )
 
 
-def _choose_run(run_dir: Path | None, run_id_part: str | None) -> tuple[Path | None, str | None]:
+def choose_run(run_dir: Path | None, run_id_part: str | None) -> tuple[Path | None, str | None]:
     """Return the directory of the run, and what names it there; *run_dir* may be its parent."""
     if run_dir is None or has_journal(run_dir):
         return run_dir, run_id_part
@@ -104,7 +104,7 @@ def report(
 
     RUN is the end (or the beginning) of a run's id; without it, the newest run.
     """
-    run_dir, wanted = _choose_run(run_dir, _run_argument(words))
+    run_dir, wanted = choose_run(run_dir, _run_argument(words))
     with open_history(ctx, store, run_dir) as opened:
         found = _read_breakdown(opened, wanted, run_dir)
         if as_json:
@@ -196,7 +196,7 @@ def list_incidents(
     as_json: bool,
 ) -> None:
     """List incidents, newest first."""
-    run_dir, run = _choose_run(run_dir, run)
+    run_dir, run = choose_run(run_dir, run)
     with open_history(ctx, store, run_dir) as opened:
         with opened.begin() as connection:
             run_id = None if run is None else run_queries.find_run(connection, run).id

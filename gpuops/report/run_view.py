@@ -6,6 +6,7 @@ None. What other processes wrote is bounded and read by type.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from gpuops.control.record import ControlRecord, Member, Roster
@@ -20,6 +21,7 @@ TEXT_CHARS_MAX = 600
 class RunNodeView:
     """One node. ``silent_s`` is since the last heartbeat of its ranks.
 
+    ``step_s`` is the time from step to step, in the median of its last ones.
     ``steps_counted``: the optimizer steps since its workers started, where their numbers are
     unknown.
     """
@@ -31,6 +33,7 @@ class RunNodeView:
     step: int | None = None
     steps_counted: int | None = None
     silent_s: float | None = None
+    step_s: float | None = None
     seq: int | None = None  # grows while its agent lives
 
 
@@ -89,6 +92,12 @@ class RunView:
         known = [step for step in steps if step is not None]
         return min(known) if known and len(known) == len(steps) else None
 
+    @property
+    def step_s(self) -> float | None:
+        """Return the time of a step, in the median of the nodes that know theirs."""
+        known = [node.step_s for node in self.nodes if node.step_s is not None]
+        return median(known) if known else None
+
     def without_dead(self, silent_s: Mapping[str, float], dead_s: float) -> "RunView":
         """Return it without the spares that have been silent for *dead_s*; a note names them."""
         dead = [name for name in self.spares if silent_s.get(name, 0.0) >= dead_s]
@@ -118,6 +127,7 @@ class RunView:
             "exit_code": self.exit_code,
             "world_size": self.world_size,
             "step": self.step,
+            "step_seconds": self.step_s,
             "nodes": [_node_json(node) for node in self.nodes],
             "spares": list(self.spares),
             "excluded": dict(self.excluded),
@@ -191,6 +201,7 @@ def from_agent(state: Mapping[str, Any]) -> RunView:
         step=min(steps) if steps and len(steps) == len(ranks) else None,
         steps_counted=min(counts) if counts and len(counts) == len(ranks) else None,
         silent_s=min(silent, default=None),
+        step_s=seconds_or_none(state.get("step_seconds")),
     )
     used, most = budget_of(state)
     return RunView(
@@ -330,6 +341,7 @@ def _node_from_heartbeat(
         step=int_or_none(heartbeat.get("step")),
         steps_counted=int_or_none(heartbeat.get("steps_counted")),
         silent_s=seconds_or_none(heartbeat.get("silent_s")),
+        step_s=seconds_or_none(heartbeat.get("step_seconds")),
         seq=int_or_none(heartbeat.get("seq")),
     )
 
@@ -343,6 +355,7 @@ def _node_json(node: RunNodeView) -> Json:
         "step": node.step,
         "steps_counted": node.steps_counted,
         "silent_seconds": node.silent_s,
+        "step_seconds": node.step_s,
     }
 
 

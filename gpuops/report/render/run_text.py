@@ -31,7 +31,7 @@ from gpuops.report.render.layout import (
 from gpuops.report.run_view import CheckpointView, RunNodeView, RunView
 from gpuops.report.time_breakdown import LOST_PHASES, AgentLiveness, RunBreakdown, TimePhase
 from gpuops.store.queries.run_queries import AttemptRow
-from gpuops.units import format_seconds
+from gpuops.units import format_seconds, format_step
 from gpuops.wire.ring import StepSource
 
 INCIDENTS_MAX = 10
@@ -309,7 +309,7 @@ def status_view(
         silent_s: For each node the seconds since its agent's heartbeat last changed.
     """
     parts: list[RenderableType] = [_labelled(_head(view))]
-    if view.step is not None or rate is not None:
+    if view.step is not None or rate is not None or view.step_s is not None:
         parts.append(_progress(view, rate))
     if view.checkpoint is not None and (line := _checkpoint(view.checkpoint)):
         parts.append(_labelled([line]))
@@ -350,10 +350,11 @@ def _head(view: RunView) -> list[str]:
 def _progress(view: RunView, rate: float | None) -> RenderableType:
     """Return the step and its rate; the total number of steps is unknown."""
     rate_text = "" if rate is None else f", {rate:.2f} steps/s"
+    step_text = "" if view.step_s is None else f", {format_step(view.step_s)} a step"
     row = Table.grid(padding=(0, 1))
     is_moving = rate is not None and rate > 0
     row.add_row(
-        Text(f"steps       {'?' if view.step is None else view.step}{rate_text}"),
+        Text(f"steps       {'?' if view.step is None else view.step}{rate_text}{step_text}"),
         ProgressBar(total=None, pulse=is_moving, width=24) if is_moving else Text(""),
     )
     return row

@@ -76,6 +76,17 @@ class AttemptRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressRow:
+    """About a minute of an attempt from ``minute_us`` on; step times in microseconds."""
+
+    ordinal: int
+    minute_us: int
+    step_last: int | None
+    step_time_p50_us: int | None
+    step_time_max_us: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRunRow:
     """A run of a suite on a node, and those until ``last_us`` with the same result."""
 
@@ -197,6 +208,19 @@ def attempts(connection: Connection, run_id: str) -> list[AttemptRow]:
     rows = list(connection.execute(query).mappings())
     nodes = _nodes_of(connection, run_id)
     return [_attempt(row, nodes.get(row["id"], ())) for row in rows]
+
+
+def progress(connection: Connection, run_id: str) -> list[ProgressRow]:
+    """Return the minutes of a run with steps, in order."""
+    query = (
+        select(schema.progress, schema.attempts.c.ordinal)
+        .join(schema.attempts, schema.attempts.c.id == schema.progress.c.attempt_id)
+        .where(schema.attempts.c.run_id == run_id)
+        .order_by(schema.attempts.c.ordinal, schema.progress.c.minute_us)
+    )
+    names = ProgressRow.__dataclass_fields__
+    rows = connection.execute(query).mappings()
+    return [ProgressRow(**{name: row[name] for name in names}) for row in rows]
 
 
 def _nodes_of(connection: Connection, run_id: str) -> dict[str, tuple[str, ...]]:

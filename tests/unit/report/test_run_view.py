@@ -49,6 +49,7 @@ KEYS = {
     "exit_code",
     "world_size",
     "step",
+    "step_seconds",
     "nodes",
     "spares",
     "excluded",
@@ -90,6 +91,7 @@ def a_board(clock, **changes):
         board.put(keys.agent(each.agent), pack(each.to_json()))
     for number, step in ((1, 57), (2, 56)):
         beat = {"seq": 9, "step": step, "silent_s": 0.25, "ranks": 4, "first_rank": 0}
+        beat["step_seconds"] = {1: 0.41, 2: 0.42}[number]
         board.put(keys.heartbeat(str(UUID(int=number))), pack(beat))
     board.put(keys.heartbeat(str(UUID(int=3))), pack({"seq": 4}))
     return board
@@ -121,7 +123,8 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert json.dumps(view.to_json())
     assert "phase       run for 90.0 s, generation 1" in text
     assert "why         n9: Xid 79" in text
-    assert "steps       56, 2.50 steps/s" in text
+    assert "steps       56, 2.50 steps/s, 0.415 s a step" in text
+    assert (view.step_s, view.nodes[1].step_s) == (pytest.approx(0.415), 0.42)
     assert "4-7" in text
     assert "silent for 8.00 s" in text
     assert "spare       n3" in text
@@ -140,6 +143,7 @@ def test_steps_that_are_only_counted_are_shown_as_that():
     assert (view.step, view.nodes[0].step, view.nodes[0].steps_counted) == (None, None, 57)
     assert view.to_json()["nodes"][0]["steps_counted"] == 57
     assert "57 counted" in shown(view)
+    assert "steps       ?, 0.42 s a step" in shown(view)  # of the node that knows it
 
 
 def test_what_is_long_goes_on_behind_its_label_and_is_said_once():
@@ -231,11 +235,14 @@ STATE = agent_state(
 
 
 def test_an_agent_knows_its_own_node():
-    view = from_agent(json.loads(json.dumps(state_json(STATE, 10 * NS_PER_S))))
+    state = replace(STATE, step_s=0.25)
+    view = from_agent(json.loads(json.dumps(state_json(state, 10 * NS_PER_S))))
 
     assert (view.source, view.generation, view.phase, view.phase_s) == ("agent", 3, "gather", 5.0)
     assert view.nodes == (
-        RunNodeView(node="n1", group_rank=0, first_rank=4, ranks=2, step=8, silent_s=1.0),
+        RunNodeView(
+            node="n1", group_rank=0, first_rank=4, ranks=2, step=8, silent_s=1.0, step_s=0.25
+        ),
     )
     assert (view.restarts_used, view.restarts_max, view.excluded) == (1, 3, {"n9": "sick"})
     assert view.suspected == {"n8": "slow"}

@@ -71,8 +71,16 @@ def parse_dump(body: object, rank: int) -> RankDump:
         )
     if len(entries) > ENTRIES_MAX:
         raise ValueError(f"it has {len(entries)} entries, more than {ENTRIES_MAX}")
-    calls = tuple(_call(entry, number) for number, entry in enumerate(entries))
-    return RankDump(rank=rank, calls=calls, members=_members(body.get("pg_config")))
+    calls = [_call(entry, number) for number, entry in enumerate(entries)]
+    # A group that was destroyed may be made again under its name, and counts from 1 again; its
+    # number in the dump is new then. Entries are in order.
+    ids = [entry.get("pg_id") for entry in entries]
+    newest = {call.group: made for call, made in zip(calls, ids, strict=True)}
+    return RankDump(
+        rank=rank,
+        calls=tuple(c for c, made in zip(calls, ids, strict=True) if newest[c.group] == made),
+        members=_members(body.get("pg_config")),
+    )
 
 
 def _call(entry: object, place: int) -> CollectiveCall:

@@ -2,6 +2,7 @@
 
 * `shim`: started by ``gpuops run`` in place of the user's script: heartbeats, failure file.
 * `heartbeat`, `optimizer_hook`: one beat per optimizer step, without changes to the script.
+* `recorder`: torch's flight recorder, served to the agent.
 * `checkpointer.Checkpointer`: three lines in a script. A save goes `schedule` -> `saver`
   (acquires a slot) -> `staging` (reads tensors and everything else at one moment, and copies them).
   A load goes `map_ahead` -> `keeper_finder` -> `restore` -> `state.saved_state`.

@@ -43,7 +43,7 @@ from typing import Any, NoReturn  # noqa: E402
 from gpuops.config.resolve import environ  # noqa: E402
 from gpuops.host.process.executable import describe_refusal  # noqa: E402
 from gpuops.wire.ring import RingHeader, WorkerFlag, WorkerPhase, write_flags  # noqa: E402
-from gpuops.worker import api, script  # noqa: E402
+from gpuops.worker import api, recorder, script  # noqa: E402
 from gpuops.worker.failure import write_exception, write_torchelastic_error  # noqa: E402
 from gpuops.worker.heartbeat import Heartbeat, create_ring  # noqa: E402
 from gpuops.worker.optimizer_hook import install  # noqa: E402
@@ -104,6 +104,8 @@ def prepare(env: Mapping[str, str], *, becomes_another_program: bool) -> None:
         write_whole_lines()
     with contextlib.suppress(Exception):
         start_heartbeat(env, preemption)
+    with contextlib.suppress(Exception):
+        recorder.install(env)
     with contextlib.suppress(Exception):
         map_state_ahead(env)
 

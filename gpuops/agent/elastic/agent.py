@@ -30,6 +30,7 @@ from gpuops.agent.elastic.workers import RingReader, Worker, Workers
 from gpuops.agent.journal.payloads import AttemptFacts
 from gpuops.agent.launch.services import Services
 from gpuops.agent.monitors.api import MonitoredAttempt
+from gpuops.agent.monitors.recorder.reader import recorder_env
 from gpuops.agent.status.published import PublishedSnapshot, state_of
 from gpuops.control.record import ControlRecord, RunPhase
 from gpuops.host.process.executable import REMEDIES, describe_refusal
@@ -197,6 +198,7 @@ class GpuopsAgent(LocalElasticAgent):
                 "GPUOPS_AGENT_PID": str(self._services.agent_pid),
                 "GPUOPS_GENERATION": str(generation),
                 "GPUOPS_RING": str(rings[rank]),
+                **recorder_env(rings[rank], rank),
             }
             for local_rank, rank in ranks.items()
         }

@@ -15,5 +15,6 @@ leader. `gpuops.incident.suspicion` decides by failure class and level which sus
 * `preflight`, `gpu_memory`: whether this node may join: health check, free GPU memory.
 * `evidence`, `stacks`: samples of workers that are still alive; `rank_state`, `source_line`: what
   they show.
+* `recorder`: torch's flight recorder of workers that are alive.
 * `source_line`: what a line that stands in native code waits for.
 """

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gpuops.agent.monitors.recorder.reader import read_recorders
 from gpuops.agent.monitors.source_line import statement_at
 from gpuops.agent.monitors.stacks import Stacks, parse_faulthandler, parse_pyspy
+from gpuops.detect.recorder_dump import RankDump
 from gpuops.host.process.inspect import ProcessDetails, read_details
 from gpuops.host.process.pyspy import StackRecordings, dump, find_pyspy
 from gpuops.host.process.traffic import Traffic, read_traffic
@@ -33,6 +35,7 @@ LATE_S = 0.3
 # wrong diagnosis, so a busy node gets more time.
 DUMP_WAIT_S = 1.0
 SPY_WAIT_S = 2.5
+RECORDER_WAIT_S = 2.0
 # For all samples together; the diagnosis is made without those that are missing then.
 EVIDENCE_S = 8.0
 # Between the long samples the stacks are recorded, until before the last one.
@@ -46,13 +49,18 @@ _RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceTarget:
-    """One worker to sample; ``dumps``: SIGUSR2 makes it write its stacks to ``stacks``."""
+    """One worker to sample; ``dumps``: SIGUSR2 makes it write its stacks to ``stacks``.
+
+    ``recorder``, ``groups``: where it serves its flight recorder and notes its groups.
+    """
 
     rank: int
     local_rank: int
     pid: int
     stacks: Path | None = None
     dumps: bool = False
+    recorder: Path | None = None
+    groups: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,7 @@ class RankFacts:
     """All samples of one worker, oldest first; ``source_line`` is that of its main thread.
 
     ``elsewhere``: in which share of a recording its main thread was not where it mostly was.
+    ``dump``: its collectives, None where it has no flight recorder or did not answer.
     """
 
     target: EvidenceTarget
@@ -83,6 +92,7 @@ class RankFacts:
     elsewhere: float | None = None
     source_line: str | None = None
     recorder_path: str | None = None
+    dump: RankDump | None = None
 
 
 class SystemEvidenceReader:
@@ -98,6 +108,12 @@ class SystemEvidenceReader:
     def traffic(self, pids: Sequence[int]) -> Mapping[int, Traffic]:
         """Return by process the bytes that it and its children have moved so far."""
         return read_traffic(pids)
+
+    def collectives(
+        self, targets: Sequence[EvidenceTarget], wait_s: float
+    ) -> Mapping[int, RankDump]:
+        """Return by rank what their flight recorders hold, as far as they answer in *wait_s*."""
+        return read_recorders(targets, wait_s)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
         """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
@@ -218,6 +234,7 @@ class EvidenceCollector:
             facts = self._facts[rank]
             sample = WorkerSample(at_s=self.clock_s(), process=process)
             self._facts[rank] = replace(facts, samples=(*facts.samples, sample))
+        self._read_recorders(processes, is_last=is_last)
         # A process that is stopped or inside the kernel does not answer, and may block its reader.
         awake = [t for t in self.targets if (p := processes[t.rank]) and p.state in "RSI"]
         traffic = self.reader.traffic([target.pid for target in awake])
@@ -242,6 +259,23 @@ class EvidenceCollector:
             )
             samples = (*facts.samples[:-1], newest)
             self._facts[target.rank] = replace(facts, samples=samples)
+
+    def _read_recorders(
+        self, processes: Mapping[int, ProcessDetails | None], *, is_last: bool
+    ) -> None:
+        """Read them once, before the samples of stacks delay who would answer, or time-outs end it.
+
+        The last sample reads those that are missing. Threads of a process in state D may answer.
+        """
+        if len(self._facts[self.targets[0].rank].samples) > 1 and not is_last:
+            return
+        asked = [
+            t
+            for t in self.targets
+            if self._facts[t.rank].dump is None and (p := processes[t.rank]) and p.state in "RSID"
+        ]
+        for rank, held in self.reader.collectives(asked, RECORDER_WAIT_S).items():
+            self._facts[rank] = replace(self._facts[rank], dump=held)
 
     def _add(self, recorded: Mapping[int, Sequence[int]]) -> None:
         """Add what was recorded: by rank, how often each stack was seen."""

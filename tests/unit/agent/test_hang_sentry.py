@@ -46,6 +46,9 @@ class FakeReader:
     def traffic(self, pids):
         return {pid: next(self.moved[pid - 100]) for pid in pids if pid - 100 in self.moved}
 
+    def collectives(self, targets, wait_s):
+        return {}
+
     def dump(self, targets, wait_s):
         self.asked += [target.rank for target in targets]
         return {}

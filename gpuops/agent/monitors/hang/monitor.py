@@ -35,6 +35,7 @@ from gpuops.agent.monitors.rank_state import (
     judge_ranks,
     state_of,
 )
+from gpuops.agent.monitors.recorder.reader import recorder_paths
 from gpuops.host.clock import Clock
 from gpuops.incident.suspicion import Suspicion
 from gpuops.model import Evidence, FailureClass
@@ -332,10 +333,13 @@ def _any_exited(diagnoses: Mapping[int, RankDiagnosis]) -> bool:
 
 
 def _target(worker: Worker) -> EvidenceTarget:
+    recorder, groups = recorder_paths(worker.ring.path, worker.rank)
     return EvidenceTarget(
         rank=worker.rank,
         local_rank=worker.local_rank,
         pid=worker.pid,
         stacks=worker.files.stacks,
         dumps=WorkerFlag.HANDLES_SIGUSR2 in worker.ring.flags,
+        recorder=recorder,
+        groups=groups,
     )

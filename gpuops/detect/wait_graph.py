@@ -11,7 +11,7 @@ follows the chains to their ends, over all groups.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,9 +20,11 @@ from gpuops.hostlist import compress
 
 # Their inputs have the same sizes and types on all ranks, and nobody completes them alone.
 _EQUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "broadcast"})
-_BATCH = "coalesced"
+BATCH = "coalesced"
+_RING = "they wait in one group for ranks that wait for them in another"
 _NOTHING = "no collective is pending"
-_NAMED_MAX = 8
+_TEXTS_MAX = 4
+_RANKS_CHARS_MAX = 60
 
 
 class HangKind(StrEnum):
@@ -42,6 +44,7 @@ class CollectiveHang:
 
     ``without_dump``: ranks of the job that left no dump; nothing is known of them, so each may be
     one of those. ``pending``: the collective in which most ranks wait; ``waiting`` are these ranks.
+    ``how`` says the same for people, with the calls.
     """
 
     kind: HangKind
@@ -50,6 +53,7 @@ class CollectiveHang:
     waiting: tuple[int, ...] = ()
     pending: CollectiveCall | None = None
     why: str
+    how: str = ""
 
 
 def diagnose(dumps: Sequence[RankDump], n_ranks: int | None = None) -> CollectiveHang:
@@ -69,6 +73,7 @@ def diagnose(dumps: Sequence[RankDump], n_ranks: int | None = None) -> Collectiv
         waiting=tuple(sorted(waiting.keys() - set(ranks))),
         pending=next(iter(waiting.values()), None),
         why=why,
+        how=_how(job, kind, ranks) or why,
     )
 
 
@@ -99,9 +104,57 @@ def _ends_of_chains(
         return HangKind.ABSENT, absent, "the others wait in a collective that they have not called"
     if ring := _in_cycles({rank: others & edges.keys() for rank, others in edges.items()}):
         elsewhere = ring.difference(most_waiting) if 2 * len(most_waiting) > len(edges) else ring
-        why = "they wait in one group for ranks that wait for them in another"
-        return HangKind.DEADLOCK, elsewhere or ring, why
+        return HangKind.DEADLOCK, elsewhere or ring, _RING
     return HangKind.ABSENT, (), "the others wait for ranks that left no dump"
+
+
+def _how(job: "_Job", kind: HangKind, ranks: Collection[int]) -> str:
+    """Return in which calls *ranks*, or those that wait for them, stand; the clearest first."""
+    by_place: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for (rank, _), call in job.pending.items():
+        if not call.is_p2p:
+            by_place[call.group, call.number].add(rank)
+    texts = [
+        (bool(others), -len(waiting), place, text)
+        for place, waiting in by_place.items()
+        for others, text in _place_text(job, kind, set(ranks), place, waiting)
+    ]
+    exact = [item for item in texts if not item[0]] or texts
+    shown = "; ".join(text for *_, text in sorted(exact)[:_TEXTS_MAX])
+    if shown and kind is HangKind.DEADLOCK:
+        wait, it = _verb(ranks, "waits", "wait"), _verb(ranks, "it", "them")
+        shown += f": {_who(ranks)} {wait} in one group for ranks that wait for {it} in another"
+    return shown
+
+
+def _place_text(
+    job: "_Job", kind: HangKind, ranks: set[int], place: tuple[str, int], waiting: set[int]
+) -> Iterator[tuple[set[int], str]]:
+    """Yield what *ranks* have to do with the call at *place*, and what other ranks have."""
+    call, behind, named = job.calls[place][min(waiting)], job.behind(place), waiting & ranks
+    completed = max(job.completed[call.group].values(), default=-1) >= call.number
+    where = f"{call}, call {call.number} of {job.group_text(call.group)}"
+    where += f" at {call.place}" if call.place else ""
+    if kind is HangKind.ABSENT and (missing := behind & ranks):
+        has, wait = _verb(missing, "has", "have"), _verb(waiting, "waits", "wait")
+        text = f"{_who(missing)} {has} not called {where}, in which {_who(waiting)} {wait}"
+        yield behind - ranks, text
+    elif kind is HangKind.DEADLOCK:
+        yield set(), f"{_who(waiting)} {_verb(waiting, 'waits', 'wait')} in {where}"
+    elif kind is HangKind.STALLED and named and completed:
+        yield set(), f"{_who(named)} called {where}, which a peer completed"
+    elif kind is HangKind.ALL_IN:
+        yield set(), f"all ranks called {where}, and none completed it"
+
+
+def _who(ranks: Collection[int]) -> str:
+    text = ranks_text(ranks)
+    shown = text if len(text) <= _RANKS_CHARS_MAX else f"{text[:_RANKS_CHARS_MAX]}...: {len(ranks)}"
+    return f"{_verb(ranks, 'rank', 'ranks')} {shown}"
+
+
+def _verb(ranks: Collection[int], one: str, more: str) -> str:
+    return one if len(ranks) == 1 else more
 
 
 def _most_waiting(job: "_Job") -> dict[int, CollectiveCall]:
@@ -123,14 +176,15 @@ class _Job:
         self.completed: dict[str, dict[int, int]] = defaultdict(dict)
         self.open_ends: dict[int, list[CollectiveCall]] = defaultdict(list)
         self._members: dict[str, set[int]] = defaultdict(set)
+        self._behind: dict[tuple[str, int], set[int]] = {}
         for rank, dump in self.dumps.items():
             for group, ranks in dump.members.items():
                 self._members[group].update(ranks)
-            done = _completed_ends(dump.calls)
+            done = completed_ends(dump.calls)
             for call in dump.calls:
                 if not call.is_p2p:
                     self._add(rank, call)
-                elif not (call.is_complete or call.operation == _BATCH or done(call)):
+                elif not (call.is_complete or call.operation == BATCH or done(call)):
                     self._members[call.group].add(rank)
                     self.open_ends[rank].append(call)
         known = {rank for ranks in self._members.values() for rank in ranks} | self.dumps.keys()
@@ -169,12 +223,22 @@ class _Job:
             if call.is_p2p:
                 edges[rank] |= self._silent_peer(rank, call)
                 continue
-            edges[rank] |= self._behind(call)
+            edges[rank] |= self.behind((call.group, call.number))
         return {rank: others for rank, others in edges.items() if others}
 
-    def _behind(self, call: CollectiveCall) -> set[int]:
-        called = self.called[call.group]
-        return {rank for rank in self.members(call.group) if called.get(rank, -1) < call.number}
+    def behind(self, place: tuple[str, int]) -> set[int]:
+        """Return the ranks of the group that have not made the call at *place*."""
+        if place not in self._behind:
+            (group, number), called = place, self.called[place[0]]
+            late = {rank for rank in self.members(group) if called.get(rank, -1) < number}
+            self._behind[place] = late
+        return self._behind[place]
+
+    def group_text(self, group: str) -> str:
+        """Return the name of *group* with its ranks."""
+        members = self.members(group)
+        whole = "all ranks" if len(members) == len(self.ranks) else _who(members)
+        return f"group {group} ({whole})"
 
     def _silent_peer(self, rank: int, call: CollectiveCall) -> set[int]:
         """Return the other end of a send or receive unless it has called its side of it."""
@@ -194,11 +258,11 @@ class _Job:
             for (rank, _), call in self.pending.items()
             if not call.is_p2p
             and max(self.completed[call.group].values(), default=-1) >= call.number
-            and not self._behind(call) & self.dumps.keys()
+            and not self.behind((call.group, call.number)) & self.dumps.keys()
         }
 
 
-def _completed_ends(calls: Iterable[CollectiveCall]) -> Callable[[CollectiveCall], bool]:
+def completed_ends(calls: Iterable[CollectiveCall]) -> Callable[[CollectiveCall], bool]:
     """Return what tells whether a send or receive that looks pending is complete.
 
     Of a batch torch completes one entry for all (``coalesced``), never those of its parts; and what
@@ -210,7 +274,7 @@ def _completed_ends(calls: Iterable[CollectiveCall]) -> Callable[[CollectiveCall
             batches.add((call.group, call.number, call.operation))
             last[call.group, call.peer] = max(last.get((call.group, call.peer), -1), call.number)
     return lambda call: (
-        (call.group, call.number, _BATCH) in batches
+        (call.group, call.number, BATCH) in batches
         or last.get((call.group, call.peer), -1) > call.number
     )
 
@@ -229,8 +293,12 @@ def _mismatch(job: _Job) -> tuple[set[int], str] | None:
         (usual, votes), *others = counts.most_common()
         is_tie = votes == others[0][1]
         odd = {r for r, call in by_rank.items() if is_tie or _signature(call) != usual}
-        texts = sorted({str(call) for call in by_rank.values()})[:_NAMED_MAX]
-        return odd, f"call {place[1]} of group {place[0]} is {' or '.join(texts)}"
+        by_text: dict[str, set[int]] = defaultdict(set)
+        for rank, call in by_rank.items():
+            by_text[f"{call} at {call.place}" if call.place else str(call)].add(rank)
+        fewest = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[0]))[-_TEXTS_MAX:]
+        texts = [f"{text} on {_who(ranks)}" for text, ranks in fewest]
+        return odd, f"call {place[1]} of {job.group_text(place[0])} is {' and '.join(texts)}"
     return None
 
 

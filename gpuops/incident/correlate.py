@@ -58,8 +58,8 @@ class RootCause:
     """The cause over all reports.
 
     ``report`` is the one with the cause, worded for all nodes; None without reports. ``ends`` are
-    the culprits' ends with their nodes. ``is_shared``: so many ranks raised the same exception that
-    it is the program's fault, not a node's.
+    the culprits' ends with their nodes. ``is_shared``: it is the program's fault, not a node's: so
+    many ranks raised the same exception, or their collectives do not match.
     """
 
     causal_rank: CausalRank
@@ -71,6 +71,11 @@ class RootCause:
     def first(self) -> RankEnd | None:
         """Return the end that represents the failure."""
         return self.ends[0][1] if self.ends else None
+
+    @property
+    def is_program_hang(self) -> bool:
+        """Return whether the order or kind of the program's collectives explains a hang."""
+        return self.is_shared and self.causal_rank is CausalRank.HANG
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -172,7 +177,7 @@ def _without_root(ordered: Sequence[NodeReport], causal_rank: CausalRank) -> Roo
         )
         return _early_exit(report_source, done, nodes)
     if hang is not None:
-        return _hang_cause(strongest, hang)
+        return _hang_cause(ordered, hang)
     if causal_rank is CausalRank.SYMPTOM:
         how = _behind_text(ordered)
         return RootCause(causal_rank=causal_rank, report=replace(strongest, how=how, culprits=()))
@@ -199,16 +204,33 @@ def _early_exit(
     return RootCause(causal_rank=CausalRank.EARLY_EXIT, report=report, ends=tuple(ends))
 
 
-def _hang_cause(strongest: NodeReport, hang: HangDiagnosis) -> RootCause:
+def _hang_cause(ordered: Sequence[NodeReport], hang: HangDiagnosis) -> RootCause:
+    """Return *hang* as the report of the first culprit's node, which may have noticed nothing."""
+    node = hang.culprits[0][0] if hang.culprits else ordered[0].node
+    source = next(report for report in ordered if report.node == node)
+    at_fault = {end.rank: end for name, end in hang.culprits if name == node}
+    others = (
+        replace(end, role=Role.SYMPTOM) if end.role is Role.ROOT and at_fault else end
+        for end in source.ends
+        if end.rank not in at_fault
+    )
+    roots = (replace(end, role=Role.ROOT) for end in at_fault.values())
     report = replace(
-        strongest,
+        source,
+        kind=ReportKind.HANG,
         failure_class=hang.failure_class,
-        side=Side.EXTERNAL if hang.failure_class is FailureClass.HANG_STOPPED else Side.AMBIGUOUS,
+        side=hang.side,
         confidence=Confidence.PROBABLE if hang.culprits else Confidence.SYMPTOM_ONLY,
         how=hang.how,
-        culprits=_ranks(hang.culprits) or strongest.culprits,
+        culprits=_ranks(hang.culprits) or source.culprits,
+        ends=(*roots, *others),
     )
-    return RootCause(causal_rank=CausalRank.HANG, report=report, ends=hang.culprits)
+    return RootCause(
+        causal_rank=CausalRank.HANG,
+        report=report,
+        ends=hang.culprits,
+        is_shared=hang.side is Side.USER,
+    )
 
 
 def _behind_text(ordered: Sequence[NodeReport]) -> str:

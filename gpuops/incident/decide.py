@@ -63,6 +63,7 @@ from gpuops.incident.decision import (
     RunAction,
 )
 from gpuops.incident.repeats import RepeatedFault, find_bad_checkpoint, find_software_fault
+from gpuops.incident.signature import normalize
 from gpuops.incident.suspicion import suspects_to_exclude
 from gpuops.model import FailureClass, Side
 
@@ -161,8 +162,15 @@ def _failure(
 
 
 def _hang_signature(root: RootCause, reports: Sequence[NodeReport]) -> str | None:
-    """Return where the ranks stood in a hang of the program's own code; None for another hang."""
-    if root.report is None or root.report.failure_class is not FailureClass.HANG_NO_PROGRESS:
+    """Return where the ranks stood in a hang of the program's own code; None for another hang.
+
+    For one by the order of its collectives: which these were.
+    """
+    if root.report is None:
+        return None
+    if root.is_program_hang:
+        return f"{root.report.failure_class.value}: {normalize(root.report.how)}"
+    if root.report.failure_class is not FailureClass.HANG_NO_PROGRESS:
         return None
     ends = [end for report in reports if report.kind is ReportKind.HANG for end in report.ends]
     known = [end for _, end in root.ends] or sorted(ends, key=lambda end: end.rank)
@@ -366,7 +374,7 @@ def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDe
         rule=result.rule,
         reason=f"{_describe_failure(context)}; {result.explanation}{also}",
         failure=failure,
-        cause=context.root.report,
+        cause=_without_collectives(context.root.report),
         exclude={**exclude, **suspected},
         exclude_checkpoint=result.exclude_checkpoint,
         backoff_s=budget.backoff_s(context.history, failure) if restarts else 0.0,
@@ -374,21 +382,22 @@ def _build_decision(context: _DecisionContext, result: _RuleResult) -> RestartDe
     )
 
 
+def _without_collectives(report: NodeReport | None) -> NodeReport | None:
+    """Return *report* as every agent reads it with the record; the reports keep the collectives."""
+    if report is None:
+        return None
+    return replace(report, ends=tuple(replace(end, collectives=None) for end in report.ends))
+
+
 def _describe_failure(context: _DecisionContext) -> str:
     """Return the failure as text."""
-    report, first = context.root.report, context.root.first
+    root, report, first = context.root, context.root.report, context.root.first
     if report is None:
         return "no agent reported anything"
-    where = (
-        ""
-        if context.root.is_shared
-        else f" on {limited_list(context.root.nodes or (report.node,))}"
-    )
-    if first is not None and first.summary:
-        n_more = len(context.root.ends) - 1
-        others = (
-            f" (with {n_more} more rank{'s' * (n_more != 1)})" if context.root.is_shared else ""
-        )
+    where = "" if root.is_shared else f" on {limited_list(root.nodes or (report.node,))}"
+    if first is not None and first.summary and not root.is_program_hang:
+        n_more = len(root.ends) - 1
+        others = f" (with {n_more} more rank{'s' * (n_more != 1)})" if root.is_shared else ""
         who, what = f"rank {first.rank}", first.summary
         if what.startswith(f"{who} "):
             # The node is named before the exception's text, which would otherwise seem to name it.

@@ -4,11 +4,13 @@ The control store holds them as JSON, so each has `to_json` and `from_json`, bou
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
 from gpuops.config.schema import WINDOW_RESTARTS_MAX
+from gpuops.detect import last_calls
+from gpuops.detect.recorder_dump import RankDump
 from gpuops.host.records import to_json
 from gpuops.incident import fields
 from gpuops.model import Confidence, Entity, FailureClass, Json, Role, Side
@@ -56,14 +58,18 @@ class RankEnd:
     gpu_uuid: str | None = None
     summary: str = ""
     log_path: str | None = None
+    collectives: RankDump | None = None  # the last ones; see `gpuops.detect.last_calls`
 
     def to_json(self) -> Json:
-        return {**to_json(self), "summary": self.summary[:TEXT_CHARS_MAX]}
+        body: Json = to_json(replace(self, collectives=None))
+        collectives = last_calls.to_json(self.collectives)
+        return {**body, "summary": self.summary[:TEXT_CHARS_MAX], "collectives": collectives}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
+        rank = fields.required_number(data["rank"])
         return cls(
-            rank=fields.required_number(data["rank"]),
+            rank=rank,
             local_rank=fields.required_number(data["local_rank"]),
             role=Role(data["role"]),
             failure_class=FailureClass(data["failure_class"]),
@@ -75,6 +81,7 @@ class RankEnd:
             gpu_uuid=fields.text(data.get("gpu_uuid")),
             summary=fields.text(data.get("summary"), TEXT_CHARS_MAX) or "",
             log_path=fields.text(data.get("log_path"), PATH_CHARS_MAX),
+            collectives=last_calls.from_json(data.get("collectives"), rank),
         )
 
 
@@ -111,7 +118,7 @@ class NodeReport:
 
     def to_json(self) -> Json:
         return {
-            **to_json(self),
+            **to_json(replace(self, ends=())),
             "how": self.how[:TEXT_CHARS_MAX],
             "culprits": [entity.to_json() for entity in self.culprits[:CULPRITS_MAX]],
             "ends": [end.to_json() for end in self.ends[:EXITS_MAX]],

@@ -5,6 +5,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hypothesis import strategies as st
+
+from gpuops.convert.flight_recorder import read_dump
+from gpuops.detect.recorder_dump import RankDump, parse_dump
+
 Call = tuple[str, str]  # the name of a group, and an operation
 
 
@@ -120,3 +125,21 @@ def four_by_four(steps: int = 3) -> tuple[dict[str, list[int]], dict[int, list[C
         ("0", "all_reduce"),
     ]
     return groups, {rank: step(rank) * steps for rank in range(16)}
+
+
+def played(**faults: Mapping[int, int]) -> RecordedJob:
+    """Return the job of 16 ranks, played with these faults."""
+    return RecordedJob(*four_by_four(), **faults).play()
+
+
+def dumps_of(job: RecordedJob) -> list[RankDump]:
+    return [parse_dump(read_dump(job.dump(rank)), rank) for rank in job.programs]
+
+
+@st.composite
+def broken_jobs(draw: st.DrawFn) -> RecordedJob:
+    """Draw a job of which up to three ranks stop, or whose devices do."""
+    ranks = draw(st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True))
+    places = {rank: draw(st.integers(0, 11)) for rank in ranks}
+    fault = draw(st.sampled_from(["stops_before", "never_completes"]))
+    return played(**{fault: places})

@@ -21,6 +21,7 @@ from gpuops.model import Json, WorkerExit
 
 REPORTS_MAX = 64  # in one event, which a line of the spool must hold
 ENDS_MAX = 8
+COLLECTIVES_MAX = 32  # ranks, those of the reports that came first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +126,12 @@ def decision_made(
     of all.
     """
     shown = [report.to_json() for report in _most_relevant(reports)]
+    shown = [{**body, "ends": body["ends"][:ENDS_MAX]} for body in shown]
+    for end in [end for body in shown for end in body["ends"]][COLLECTIVES_MAX:]:
+        del end["collectives"]
     return {
         "decision": decision.to_json(),
-        "reports": [{**body, "ends": body["ends"][:ENDS_MAX]} for body in shown],
+        "reports": shown,
         "reports_total": len(reports),
         "cluster": cluster_json(cluster),
         "history": [failure.to_json() for failure in history[-HISTORY_MAX:]],

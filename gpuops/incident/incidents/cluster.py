@@ -113,7 +113,7 @@ def decided_incident(  # noqa: PLR0913 all that is known of it
     """
     cause = decision.cause
     base = own_incident or _remote_incident(decision, run_id, detected_us)
-    cause_is_local = own_incident is not None and cause is not None and cause.node == node
+    cause_is_local = own_incident is not None and _is_account_of(node, cause, reports)
     if cause is not None and not cause_is_local:
         base = replace(
             base,
@@ -147,6 +147,15 @@ def decided_incident(  # noqa: PLR0913 all that is known of it
         authority=AUTHORITY_DECIDED,
         rev=base.rev + 1,
     )
+
+
+def _is_account_of(node: str, cause: NodeReport | None, reports: Sequence[NodeReport]) -> bool:
+    """Return whether *node* itself reported *cause*; of a hang all nodes together may know more."""
+    if cause is None or cause.node != node:
+        return False
+    told = (cause.failure_class, set(cause.culprits))
+    own = [(r.failure_class, set(r.culprits)) for r in reports if r.node == node]
+    return cause.kind is not ReportKind.HANG or told in own
 
 
 def remote_incident(decision: RestartDecision, *, run_id: str, detected_us: int) -> Incident:

@@ -1,10 +1,12 @@
 """Which ranks a hung job waits for, by the reports of all its nodes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
+from gpuops.detect.recorder_dump import RANKS_MAX
+from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
 from gpuops.incident.decision import NodeReport, RankEnd, ReportKind
-from gpuops.model import FailureClass, Role
+from gpuops.model import FailureClass, Role, Side
 
 # A worker in one of these states makes no progress, whatever its step; the clearest state first.
 _STATES = (
@@ -12,6 +14,15 @@ _STATES = (
     (FailureClass.HANG_STOPPED, "is stopped"),
     (FailureClass.HANG_GIL_HELD, "holds Python's global interpreter lock"),
 )
+
+
+# What the ranks at fault do, by their collectives; with its class where the state does not say it.
+_BY_COLLECTIVES = {
+    HangKind.ABSENT: (FailureClass.HANG_NO_PROGRESS, ""),
+    HangKind.STALLED: (FailureClass.HANG_COLLECTIVE, "does not complete a collective"),
+    HangKind.DEADLOCK: (FailureClass.HANG_DEADLOCK, "waits for a rank that waits for it"),
+    HangKind.MISMATCH: (FailureClass.COLLECTIVE_MISMATCH, "differs from others in a collective"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +33,88 @@ class HangDiagnosis:
     how: str
     culprits: tuple[tuple[str, RankEnd], ...] = ()
 
+    @property
+    def side(self) -> Side:
+        """Return whose fault it is."""
+        return side_of(self.failure_class)
+
+
+def side_of(failure_class: FailureClass) -> Side:
+    """Return whose fault a hang of *failure_class* is; collectives are the program's."""
+    if failure_class in {FailureClass.HANG_DEADLOCK, FailureClass.COLLECTIVE_MISMATCH}:
+        return Side.USER
+    return Side.EXTERNAL if failure_class is FailureClass.HANG_STOPPED else Side.AMBIGUOUS
+
+
+@dataclass(frozen=True, slots=True)
+class RanksAtFault:
+    """The ranks that hold up the others by the collectives; ``what`` each of them does."""
+
+    ranks: frozenset[int]
+    failure_class: FailureClass
+    how: str
+    what: str = ""
+
+
+def ranks_at_fault(found: CollectiveHang, waiting: Collection[int]) -> RanksAtFault | None:
+    """Return the ranks to blame by *found*, None where it names none.
+
+    *waiting* stand in a collective by their stacks. One of those that has not called what others
+    wait in receives from a third, or is in a call that is not recorded: it comes after those that
+    stand elsewhere.
+    """
+    if not found.ranks:
+        return None
+    failure_class, what = _BY_COLLECTIVES[found.kind]
+    ranks = frozenset(found.ranks)
+    if found.kind is HangKind.ABSENT:
+        failure_class = failure_class if ranks - set(waiting) else FailureClass.HANG_COLLECTIVE
+        ranks = ranks - set(waiting) or ranks
+    return RanksAtFault(ranks, failure_class, found.how, what)
+
 
 def diagnose_hang(reports: Sequence[NodeReport]) -> HangDiagnosis:
     """Return whom the job waits for; it may be on a node that noticed no hang itself.
 
-    A worker's state takes precedence, then the lowest step (of these, ranks outside a collective),
-    then ranks outside a collective while others are in one.
+    A worker's state takes precedence, then the collectives that the ranks called, then the lowest
+    step (of these, ranks outside a collective), then ranks outside a collective while others are in
+    one.
     """
     hung = [(r.node, end) for r in reports if r.kind is ReportKind.HANG for end in r.ends]
     for failure_class, what in _STATES:
         found = [item for item in hung if item[1].failure_class is failure_class]
         if found:
             return _with_culprits(failure_class, found, f"it {what} and the others wait")
-    return _slowest_ranks(reports, hung) or _outside_collective(hung) or _without_culprit(reports)
+    collectives = _collectives_of(reports)
+    return (
+        _by_collectives(reports, collectives)
+        or _slowest_ranks(reports, hung)
+        or _outside_collective(hung)
+        or _without_culprit(reports, collectives)
+    )
+
+
+def _collectives_of(reports: Sequence[NodeReport]) -> CollectiveHang:
+    ends = sorted((e for r in reports for e in r.ends), key=lambda end: end.rank)
+    n_ranks = max((end.rank + 1 for end in ends), default=0)
+    dumps = [end.collectives for end in ends if end.collectives is not None]
+    return diagnose(dumps, min(n_ranks, RANKS_MAX))
+
+
+def _by_collectives(reports: Sequence[NodeReport], found: CollectiveHang) -> HangDiagnosis | None:
+    ends = [(r.node, end) for r in reports for end in r.ends]
+    waiting = {e.rank for _, e in ends if e.failure_class is FailureClass.HANG_COLLECTIVE}
+    fault = ranks_at_fault(found, waiting)
+    if fault is None:
+        return None
+    culprits = [
+        (node, replace(end, summary=f"rank {end.rank} {fault.what}" if fault.what else end.summary))
+        for node, end in ends
+        if end.rank in fault.ranks
+    ]
+    unknown = ranks_text(found.without_dump)
+    how = f"{fault.how}; no collectives are known of rank {unknown}" if unknown else fault.how
+    return _with_culprits(fault.failure_class, culprits, how)
 
 
 def _slowest_ranks(
@@ -65,7 +145,7 @@ def _outside_collective(hung: Sequence[tuple[str, RankEnd]]) -> HangDiagnosis | 
     return _with_culprits(FailureClass.HANG_NO_PROGRESS, found, how)
 
 
-def _without_culprit(reports: Sequence[NodeReport]) -> HangDiagnosis:
+def _without_culprit(reports: Sequence[NodeReport], found: CollectiveHang) -> HangDiagnosis:
     """Return the first hang as its agent described it: no culprit is known."""
     first = next(report for report in reports if report.kind is ReportKind.HANG)
     if first.failure_class.category == "hang" and first.culprits:
@@ -73,6 +153,8 @@ def _without_culprit(reports: Sequence[NodeReport]) -> HangDiagnosis:
     if first.failure_class is FailureClass.HANG_NO_PROGRESS:
         return HangDiagnosis(failure_class=first.failure_class, how=first.how)
     how = "every rank waits in a collective and none is behind"
+    if found.kind is HangKind.ALL_IN and not found.without_dump:
+        how = f"{found.how}: the network, or a GPU"
     return HangDiagnosis(failure_class=FailureClass.HANG_COLLECTIVE, how=how)
 
 

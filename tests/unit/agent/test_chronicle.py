@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from support.decisions import cluster, decision, failure, report, stopped
+from support.decisions import cluster, decision, failure, rank_end, report, stopped
 from support.exits import RULES
 
 from gpuops.agent.checkpoint.api import FinalFlush
-from gpuops.agent.journal.payloads import AttemptFacts
+from gpuops.agent.journal.payloads import COLLECTIVES_MAX, AttemptFacts
 from gpuops.agent.journal.run_journal import RunJournal
 from gpuops.checkpoint.types import StateId
+from gpuops.detect.recorder_dump import RankDump
 from gpuops.host.clock import FakeClock
 from gpuops.incident.cause import judge_exits
 from gpuops.incident.decision import ReportKind, RunAction
@@ -651,6 +652,20 @@ def test_of_very_many_reports_those_that_failed_are_kept(world):
     assert made["reports"][-1]["node"] == "n777"
     told = Incident.from_json(world.of("incident.recorded")[-1])
     assert "and 492 more" in told.evidence[-1].text
+
+
+def test_the_collectives_of_the_first_ranks_stand_in_the_record_of_a_decision(world):
+    world.start(0)
+    ends = [
+        rank_end(rank, collectives=RankDump(rank=rank, calls=(), members={})) for rank in (0, 1)
+    ]
+    told = [report(f"n{n}", ends=tuple(ends), arrival=n) for n in range(COLLECTIVES_MAX)]
+    world.decide(reports=told)
+
+    (made,) = world.of("decision.made")
+    known = [end.get("collectives") for body in made["reports"] for end in body["ends"]]
+    empty = {"calls": [], "members": {}}
+    assert known == [empty] * COLLECTIVES_MAX + [None] * COLLECTIVES_MAX
 
 
 def test_a_run_that_loses_its_board_has_an_incident_of_it():

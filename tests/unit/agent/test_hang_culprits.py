@@ -5,7 +5,8 @@ import pytest
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.hang.report import blame, class_of, sentence
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
-from gpuops.model import Confidence, FailureClass
+from gpuops.detect.wait_graph import CollectiveHang, HangKind
+from gpuops.model import Confidence, FailureClass, Side
 
 U, C, S = RankState.IN_USER_CODE, RankState.IN_COLLECTIVE, RankState.STOPPED
 D, G, E, X = RankState.D_STATE, RankState.GIL_HELD, RankState.EXITED, RankState.UNKNOWN
@@ -54,6 +55,33 @@ def test_who_is_blamed(states, lagging, ranks, failure_class):
 
     assert (found.ranks, found.failure_class) == (ranks, failure_class)
     assert (found.confidence is Confidence.SYMPTOM_ONLY) is (not ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "states", "awaited", "ranks", "failure_class"),
+    [
+        (HangKind.ABSENT, (C, C, C), (1,), (1,), FailureClass.HANG_COLLECTIVE),
+        (HangKind.ABSENT, (C, C, U), (1, 2), (2,), FailureClass.HANG_NO_PROGRESS),
+        (HangKind.ABSENT, (C, X, C), (1,), (1,), FailureClass.HANG_NO_PROGRESS),
+        (HangKind.ABSENT, (C, U, C), (7,), (1,), FailureClass.HANG_NO_PROGRESS),
+        (HangKind.ABSENT, (C, C, S), (1,), (2,), FailureClass.HANG_STOPPED),
+        (HangKind.STALLED, (C, C, C), (2,), (2,), FailureClass.HANG_COLLECTIVE),
+        (HangKind.DEADLOCK, (C, C, C), (0, 1), (0, 1), FailureClass.HANG_DEADLOCK),
+        (HangKind.MISMATCH, (C, U, C), (0,), (0,), FailureClass.COLLECTIVE_MISMATCH),
+        (HangKind.ALL_IN, (C, U, C), (), (1,), FailureClass.HANG_NO_PROGRESS),
+        (HangKind.ALL_IN, (C, C, C), (), (), FailureClass.HANG_COLLECTIVE),
+    ],
+)
+def test_collectives_come_after_states_and_before_steps_and_stacks(
+    kind, states, awaited, ranks, failure_class
+):
+    collectives = CollectiveHang(kind=kind, ranks=awaited, why="", how="the calls")
+    found = blame(hang((0,) if ranks and awaited else ()), verdicts(*states), (), collectives)
+
+    assert (found.ranks, found.failure_class) == (ranks, failure_class)
+    is_program = kind in {HangKind.DEADLOCK, HangKind.MISMATCH}
+    assert (found.side is Side.USER) is is_program
+    assert not is_program or found.why == "the calls"
 
 
 @pytest.mark.parametrize("states", [(U, U, U), (U, X, U), (L, L, L), (X, X), (U,)])

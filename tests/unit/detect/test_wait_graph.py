@@ -6,22 +6,14 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recorded_job import RecordedJob, entry, four_by_four
+from support.recorded_job import RecordedJob, broken_jobs, dumps_of, entry, four_by_four
+from support.recorded_job import played as job_of
 
-from gpuops.convert.flight_recorder import read_dump
 from gpuops.detect.recorder_dump import RankDump, parse_dump
 from gpuops.detect.wait_graph import HangKind, diagnose
 
-GROUPS, PROGRAMS = four_by_four()
+GROUPS, _ = four_by_four()
 PARTS = [ranks for name, ranks in GROUPS.items() if name != "0"]
-
-
-def dumps_of(job: RecordedJob) -> list[RankDump]:
-    return [parse_dump(read_dump(job.dump(rank)), rank) for rank in job.programs]
-
-
-def job_of(**faults: dict[int, int]) -> RecordedJob:
-    return RecordedJob(GROUPS, PROGRAMS, **faults).play()
 
 
 def built(rank: int, *entries: dict[str, object]) -> RankDump:
@@ -196,15 +188,6 @@ def test_no_dump_at_all_says_nothing():
     found = diagnose([], 4)
 
     assert (found.kind, found.without_dump) == (HangKind.NOTHING, (0, 1, 2, 3))
-
-
-@st.composite
-def broken_jobs(draw):
-    """Draw a job of which up to three ranks stop, or whose devices do."""
-    ranks = draw(st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True))
-    places = {rank: draw(st.integers(0, 11)) for rank in ranks}
-    fault = draw(st.sampled_from(["stops_before", "never_completes"]))
-    return job_of(**{fault: places})
 
 
 @given(broken_jobs(), st.randoms(use_true_random=False))

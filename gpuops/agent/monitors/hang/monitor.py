@@ -16,6 +16,7 @@ from gpuops.agent.monitors.evidence import (
     SAMPLES_S,
     EvidenceCollector,
     EvidenceTarget,
+    RankFacts,
     SystemEvidenceReader,
 )
 from gpuops.agent.monitors.hang.judge import NS, HangFinding, HangJudge
@@ -36,6 +37,7 @@ from gpuops.agent.monitors.rank_state import (
     state_of,
 )
 from gpuops.agent.monitors.recorder.reader import recorder_paths
+from gpuops.detect.wait_graph import CollectiveHang, diagnose
 from gpuops.host.clock import Clock
 from gpuops.incident.suspicion import Suspicion
 from gpuops.model import Evidence, FailureClass
@@ -55,7 +57,8 @@ _BY_SILENCE = frozenset({FailureClass.HANG_NO_PROGRESS, FailureClass.HANG_COLLEC
 class _OpenHang:
     """A possible hang; ``hang`` and ``since_ns`` None until a rank exceeds its limit.
 
-    ``near`` is the hang that is expected, where the samples begin before that.
+    ``near`` is the hang that is expected, where the samples begin before that. ``collectives`` is
+    the verdict on the first ``n_dumps`` dumps of its ranks.
     """
 
     collector: EvidenceCollector
@@ -63,6 +66,15 @@ class _OpenHang:
     hang: HangFinding | None = None
     since_ns: int | None = None
     done_ns: int | None = None
+    collectives: CollectiveHang | None = None
+    n_dumps: int = -1
+
+    def judge_collectives(self, facts: Mapping[int, RankFacts]) -> CollectiveHang:
+        """Return whom the ranks here wait for by their collectives."""
+        dumps = [each.dump for each in facts.values() if each.dump is not None]
+        if self.collectives is None or self.n_dumps != len(dumps):
+            self.collectives, self.n_dumps = diagnose(dumps), len(dumps)
+        return self.collectives
 
 
 class HangMonitor(Monitor):
@@ -139,16 +151,17 @@ class HangMonitor(Monitor):
         if open_hang.since_ns is not None:
             deadline_ns = min(deadline_ns, open_hang.since_ns + round(EVIDENCE_S * NS))
         collector.wait(max(0.0, (deadline_ns - now_ns) / NS))
-        diagnoses, now_ns = judge_ranks(collector.facts), self._clock.mono_ns()
+        facts, now_ns = collector.facts, self._clock.mono_ns()
+        diagnoses = judge_ranks(facts)
         hang, suspects = open_hang.hang, diagnoses
         if hang is None:
             hang = self._judge.present(now_ns)
             suspects = {rank: each for rank, each in diagnoses.items() if not each.is_moving}
-        found, view = self._blame(hang, suspects), self._view(watched, now_ns)
+        found, view = self._blame(open_hang, hang, suspects), self._view(watched, facts, now_ns)
         self._verdicts.add(hang)
         if self._is_on and self._found is None and not _any_exited(diagnoses):
             self._found = to_suspicion(view, hang, found, diagnoses)
-        return evidence_of(view, collector.facts, diagnoses, found.ranks)
+        return evidence_of(view, facts, diagnoses, found.ranks)
 
     def close(self) -> None:
         """Forget the workers; a thread that still collects evidence ends by itself."""
@@ -170,7 +183,7 @@ class HangMonitor(Monitor):
         if open_hang is None or hang is None or not self._is_ours(hang):
             return busy_s
         diagnoses = judge_ranks(open_hang.collector.facts)
-        blamed = self._blame(hang, diagnoses).ranks
+        blamed = self._blame(open_hang, hang, diagnoses).ranks
         work = signs_of_work(hang, blamed, diagnoses, self._judge.limits.factor)
         # Not where ranks have worked for too long: nodes would wait for each other for ever.
         return max(busy_s, EVIDENCE_S) if work is not None and work.is_seen else busy_s
@@ -260,8 +273,9 @@ class HangMonitor(Monitor):
         if not open_hang.collector.wait(0.0) and now_ns - since_ns < EVIDENCE_S * NS:
             return None
         open_hang.done_ns = open_hang.done_ns or now_ns
-        diagnoses = judge_ranks(open_hang.collector.facts)
-        found = self._blame(hang, diagnoses)
+        facts = open_hang.collector.facts
+        diagnoses = judge_ranks(facts)
+        found = self._blame(open_hang, hang, diagnoses)
         if all(diagnosis.state is RankState.EXITED for diagnosis in diagnoses.values()):
             return None  # an exit, not a hang; the agent handles those
         if self._excuses(hang, found, diagnoses, now_ns):
@@ -270,7 +284,7 @@ class HangMonitor(Monitor):
         if not found.ranks and now_ns - open_hang.done_ns < HOLD_S * NS:
             return None
         hang = replace(hang, limit_s=self._limit_s(hang, found))
-        return to_suspicion(self._view(watched, now_ns), hang, found, diagnoses)
+        return to_suspicion(self._view(watched, facts, now_ns), hang, found, diagnoses)
 
     def _limit_s(self, hang: HangFinding, found: HangCulprits) -> float:
         """Return the limit of *hang*, raised where the last verdict got the run no further."""
@@ -314,17 +328,23 @@ class HangMonitor(Monitor):
         )
         return True
 
-    def _blame(self, hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits:
+    def _blame(
+        self, open_hang: _OpenHang, hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]
+    ) -> HangCulprits:
+        collectives = open_hang.judge_collectives(open_hang.collector.facts)
         finished = [rank for rank in self._judge.finished if rank in diagnoses]
         running = {rank: v for rank, v in diagnoses.items() if rank not in finished}
-        return blame(hang, running, finished)
+        return blame(hang, running, finished, collectives)
 
-    def _view(self, watched: MonitoredAttempt, now_ns: int) -> NodeHangView:
+    def _view(
+        self, watched: MonitoredAttempt, facts: Mapping[int, RankFacts], now_ns: int
+    ) -> NodeHangView:
         return NodeHangView(
             watched=watched,
             now_ns=now_ns,
             steps=self._judge.steps,
             silences_s=self._judge.silences_s(now_ns),
+            dumps={rank: each.dump for rank, each in facts.items() if each.dump is not None},
         )
 
 

@@ -8,8 +8,12 @@ from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import RankFacts
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
+from gpuops.detect.last_calls import last_calls
+from gpuops.detect.recorder_dump import RankDump
+from gpuops.detect.wait_graph import CollectiveHang, HangKind
 from gpuops.incident.decision import RankEnd, ReportKind
 from gpuops.incident.evidence import format_ranks
+from gpuops.incident.incidents.hang import ranks_at_fault, side_of
 from gpuops.incident.signature import hang_signature
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
@@ -24,6 +28,7 @@ _DECISIVE = (
     (RankState.GIL_HELD, FailureClass.HANG_GIL_HELD, Side.AMBIGUOUS, Confidence.PROBABLE),
     (RankState.EXITED, FailureClass.USER_EARLY_EXIT, Side.AMBIGUOUS, Confidence.PROBABLE),
 )
+_NOTHING_PENDING = CollectiveHang(kind=HangKind.NOTHING, why="no dump is there")
 FRAMES_SHOWN = 20
 LINE_CHARS = 400
 
@@ -37,6 +42,7 @@ class HangCulprits:
     side: Side
     confidence: Confidence
     why: str
+    what: str = ""  # each of them does, where its stack does not say it
 
 
 def class_of(state: RankState) -> FailureClass:
@@ -48,19 +54,41 @@ def class_of(state: RankState) -> FailureClass:
 
 
 def blame(
-    hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis], finished: Sequence[int] = ()
+    hang: HangFinding,
+    diagnoses: Mapping[int, RankDiagnosis],
+    finished: Sequence[int] = (),
+    collectives: CollectiveHang = _NOTHING_PENDING,
 ) -> HangCulprits:
     """Return the ranks to blame for *hang*.
 
-    In the order of precedence: process states, the interpreter lock, steps and silence, positions
-    in code; ranks that have *finished* where the others still wait.
+    In the order of precedence: process states, the interpreter lock, the *collectives* of the ranks
+    here, steps and silence, positions in code; ranks that have *finished* where the others still
+    wait.
     """
     for state, failure_class, side, confidence in _DECISIVE:
         ranks = tuple(sorted(r for r, diagnosis in diagnoses.items() if diagnosis.state is state))
         if ranks:
             how = diagnoses[ranks[0]].how
             return HangCulprits(ranks, failure_class, side, confidence, how)
-    return _by_progress(hang, diagnoses) or _by_absence(finished)
+    return (
+        _by_collectives(collectives, diagnoses)
+        or _by_progress(hang, diagnoses)
+        or _by_absence(finished)
+    )
+
+
+def _by_collectives(
+    collectives: CollectiveHang, diagnoses: Mapping[int, RankDiagnosis]
+) -> HangCulprits | None:
+    waiting = [rank for rank, diagnosis in diagnoses.items() if diagnosis.state.waits_for_others]
+    fault = ranks_at_fault(collectives, waiting)
+    named = () if fault is None else tuple(sorted(fault.ranks & diagnoses.keys()))
+    if fault is None or not named:
+        return None
+    side, how = side_of(fault.failure_class), fault.how
+    if not fault.what:
+        how = f"{diagnoses[named[0]].how}: {how}"
+    return HangCulprits(named, fault.failure_class, side, Confidence.PROBABLE, how, fault.what)
 
 
 def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits | None:
@@ -128,6 +156,7 @@ class NodeHangView:
     now_ns: int
     steps: Mapping[int, int | None]
     silences_s: Mapping[int, float]
+    dumps: Mapping[int, RankDump]
 
 
 def to_suspicion(
@@ -168,6 +197,8 @@ def _end(
     log_path = worker.files.stacks or worker.files.stderr
     silence_s = view.silences_s.get(worker.rank)
     silent = "" if silence_s is None else f"made no progress for {silence_s:.0f} s, "
+    does = found.what if is_blamed and found.what else diagnosis.how
+    dump = view.dumps.get(worker.rank)
     return RankEnd(
         rank=worker.rank,
         local_rank=worker.local_rank,
@@ -176,8 +207,9 @@ def _end(
         side=found.side if is_blamed else Side.AMBIGUOUS,
         signature=_signature(diagnosis),
         step=view.steps.get(worker.rank),
-        summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{diagnosis.how}"),
+        summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{does}"),
         log_path=None if log_path is None else str(log_path),
+        collectives=None if dump is None else last_calls(dump),
     )
 
 

@@ -18,26 +18,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpuops.host.thread_limit import room_for_threads
 from gpuops.worker.optimizer_hook import when_imported
 
 MODULE = "torch.distributed.distributed_c10d"
 GROUPS_BYTES_MAX = 4 * 2**20
 _ERROR = 2  # c10's log levels: INFO, WARNING, ERROR
+# Where a thread cannot be started the server ends the process; and the program needs threads too.
+_ROOM_SHARE = 0.5
 
 
 def install(env: Mapping[str, str]) -> None:
     """Prepare the recorder's socket and the file of groups once torch.distributed is imported."""
     socket, groups = env.get("GPUOPS_RECORDER"), env.get("GPUOPS_GROUPS")
     if socket and groups:
-        when_imported(MODULE, lambda module: _prepare(module, Path(socket), Path(groups)))
+        n_ranks = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        when_imported(MODULE, lambda module: _prepare(module, Path(socket), Path(groups), n_ranks))
 
 
-def _prepare(module: ModuleType, socket: Path, groups: Path) -> None:
+def _prepare(module: ModuleType, socket: Path, groups: Path, n_ranks: int) -> None:
     # boundary: whatever fails here, the program trains, and the other part may work.
     with contextlib.suppress(Exception):
         _note_groups(module, groups)
     with contextlib.suppress(Exception):
-        _serve(socket)
+        if n_ranks * _threads() <= room_for_threads() * _ROOM_SHARE:
+            _serve(socket)
+
+
+def _threads() -> int:
+    """Return how many threads a server has: cpp-httplib's CPPHTTPLIB_THREAD_POOL_COUNT, and one."""
+    return max(8, (os.cpu_count() or 1) - 1) + 1
 
 
 def _serve(path: Path) -> None:

@@ -25,7 +25,8 @@ from gpuops.agent.monitors.recorder.reader import (
 
 SHIM = gpuops.worker.shim.__file__
 # A child that was forked ends as Python does; the group is destroyed and made again; then rank 1
-# keeps the interpreter's lock for ever (a mutex locked twice) and rank 0 waits for it.
+# keeps the interpreter's lock for ever (a mutex locked twice) and rank 0 waits for it. Rank 1 has a
+# buffer of two entries.
 JOB = """
 import ctypes, os, sys
 import torch
@@ -76,6 +77,7 @@ def targets(folder):
             ring = folder / f"ring{rank}"
             log = stack.enter_context((folder / f"log{rank}").open("w"))
             env = {"PATH": "/usr/bin:/bin", "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            env |= {"TORCH_FR_BUFFER_SIZE": "2"} if rank == 1 else {}
             process = subprocess.Popen(
                 [sys.executable, SHIM, "job.py"],
                 cwd=folder,
@@ -105,12 +107,13 @@ def test_ranks_that_hang_give_their_collectives(folder, targets):
     dumps = read_recorders(targets, 30.0)
 
     whole = [("0", number, ((4, 4),), True) for number in (1, 2, 3)]
-    own = [(dump.calls[0].group, 1, ((2,),), True) for dump in dumps.values()]
+    own = dumps[0].calls[0].group
     # Those of the group that was destroyed are not among them.
-    assert calls_of(dumps[0]) == [own[0], *whole, ("0", 4, ((4, 4),), False)]
-    assert calls_of(dumps[1]) == [own[1], *whole]
-    assert dumps[0].members["0"] == dumps[1].members["0"] == (0, 1)
-    assert [dumps[n].members[own[n][0]] for n in (0, 1)] == [(0,), (1,)]
+    assert calls_of(dumps[0]) == [(own, 1, ((2,),), True), *whole, ("0", 4, ((4, 4),), False)]
+    # A buffer of two entries holds the newest.
+    assert calls_of(dumps[1]) == whole[1:]
+    assert dumps[0].members == {"0": (0, 1), own: (0,)}
+    assert sorted(dumps[1].members.values()) == [(0, 1), (1,)]
     assert [(folder / f"log{rank}").read_text() for rank in (0, 1)] == ["", ""]
 
 

@@ -114,6 +114,12 @@ def test_groups_that_cannot_be_noted_cost_nothing(run, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_where_threads_may_run_short_there_is_no_server(run, tmp_path):
+    # It would end the process that it cannot start a thread in.
+    assert run(LOCAL_WORLD_SIZE="100000000") == "store False\nafter the child False\n"
+    assert noted(tmp_path) == NOTED
+
+
 @pytest.mark.parametrize("env", [{"GPUOPS_DISABLE": "1"}, {"GPUOPS_RECORDER": ""}])
 def test_it_can_be_off(run, tmp_path, env):
     assert run(**env) == "store False\nafter the child False\n"

@@ -3,14 +3,14 @@
 import csv
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import json_option
-from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
+from gpuops.convert.flight_recorder import BYTES_MAX, KEPT_ENDING, read_dump, read_dumps
 from gpuops.detect.recorder_dump import RANKS_MAX, RankDump, parse_dump
 from gpuops.detect.slow_rank import (
     GROUP_MIN,
@@ -55,16 +55,16 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
     """Say whom a hung job waits for by dumps of torch's flight recorder, or who is slow by a table.
 
     Dumps, one file a rank, are pickles or JSON of any job, also one that ran without gpuops; their
-    names end with the rank. A pickle is read as data: it cannot run anything. A rank that left no
-    dump is named as such. A table (one file.csv) has the columns of StragglerAnalysis: dp_rank,
-    stage, step, optype, duration.
+    names end with the rank. A pickle is read as data: it cannot run anything. A file that `gpuops
+    run` kept of a hang has those of a node. A rank that left no dump is named as such. A table (one
+    file.csv) has the columns of StragglerAnalysis: dp_rank, stage, step, optype, duration.
 
     Exit codes: 0 no collective is pending, or nobody is slow; 1 it names ranks; 3 it cannot be
     judged; 64 a mistake on the command line.
     """
     if len(paths) == 1 and paths[0].suffix == ".csv":
         return _replay_table(paths[0], as_json=as_json)
-    dumps, damaged = _read(_by_rank(paths))
+    dumps, damaged = _read(*_by_rank(paths))
     hang = diagnose(dumps, ranks)
     # Of those without a dump nobody knows whether something is pending.
     is_judged = any(dump.calls for dump in dumps) and (
@@ -138,8 +138,10 @@ def _slow_line(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> str:
     )
 
 
-def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
+def _by_rank(paths: Iterable[Path]) -> tuple[dict[int, Path], list[Path]]:
+    """Return the files of *paths* that are of one rank, and those that an agent has kept."""
     found: dict[int, Path] = {}
+    kept: list[Path] = []
     for path in paths:
         try:
             is_folder = path.is_dir()
@@ -148,34 +150,45 @@ def _by_rank(paths: Iterable[Path]) -> dict[int, Path]:
             raise UsageError(f"cannot list {path}: {exc.strerror}") from exc
         for file in files:
             named = _RANK.search(file.name)
-            if named is None and is_folder:
+            is_kept = file.name.endswith(KEPT_ENDING)
+            if named is None and is_folder and not is_kept:
                 continue
             if file.exists() and not file.is_file():
                 raise UsageError(f"{file} is no regular file")
+            if is_kept:
+                kept.append(file)
+                continue
             if named is None:
                 raise UsageError(f"{file}: its name must end with the rank, as rank_3 or 3.json")
             rank = int(named[1])
             if rank in found:
                 raise UsageError(f"{found[rank]} and {file} are both of rank {rank}")
             found[rank] = file
-    if not found:
+    if not found and not kept:
         raise UsageError(
             f"no file in {', '.join(map(str, paths))} has a name that ends with a rank"
         )
-    return found
+    return found, kept
 
 
-def _read(files: dict[int, Path]) -> tuple[list[RankDump], dict[str, str]]:
+def _read(files: Mapping[int, Path], kept: Iterable[Path]) -> tuple[list[RankDump], dict[str, str]]:
     """Return the dumps that can be read; what is wrong with others goes to standard error too."""
-    dumps, damaged = [], {}
-    for rank, file in sorted(files.items()):
+    dumps: dict[int, RankDump] = {}
+    damaged = {}
+    for rank, file in [*sorted(files.items()), *((None, file) for file in kept)]:
         try:
             with file.open("rb") as opened:
-                dumps.append(parse_dump(read_dump(opened.read(BYTES_MAX + 1)), rank))
+                data = opened.read(BYTES_MAX + 1)
+            bodies = read_dumps(data) if rank is None else {rank: read_dump(data)}
+            new = {of: parse_dump(body, of) for of, body in bodies.items()}
         except (OSError, ValueError) as exc:
             damaged[str(file)] = str(exc)
             click.echo(f"gpuops: {printable(f'{file} is no dump: {exc}')}", err=True)
-    return dumps, damaged
+            continue
+        if twice := dumps.keys() & new.keys():
+            raise UsageError(f"{file} has rank {ranks_text(sorted(twice))}, as another file has")
+        dumps |= new
+    return [dumps[rank] for rank in sorted(dumps)], damaged
 
 
 def _lines(hang: CollectiveHang, n_dumps: int, *, is_judged: bool) -> Iterable[str]:

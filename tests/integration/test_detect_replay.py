@@ -10,6 +10,9 @@ from support.command import command_here
 from support.gloo_ranks import run_script
 from support.recorded_job import RecordedJob, four_by_four
 
+from gpuops.agent.monitors.recorder.kept import keep_recorders
+from gpuops.convert.flight_recorder import read_dump
+
 JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "recorded_hang.py"
 GROUPS, PROGRAMS = four_by_four()
 
@@ -59,6 +62,27 @@ def test_it_says_whom_the_job_waits_for_and_in_what(gpuops, dumps):
     assert first.startswith("absent: rank 9,14: the others wait in a collective that they have not")
     assert "waits in call 1 of group" in second
     assert second.endswith("all_reduce(1024 Float)")
+
+
+def test_files_that_agents_have_kept_are_those_of_their_ranks(gpuops, dumps):
+    files = [dumps / f"nccl_trace_rank_{rank}" for rank in range(16)]
+    said = gpuops("detect", "replay", str(dumps))
+    bodies = {rank: read_dump(file.read_bytes()) for rank, file in enumerate(files)}
+    nodes = [dict(itertools.islice(bodies.items(), first, first + 8)) for first in (0, 8)]
+    kept = [keep_recorders(dumps, bodies) for bodies in nodes]
+    for file in files:
+        file.unlink()
+
+    assert gpuops("detect", "replay", str(dumps)) == said
+    assert gpuops("detect", "replay", *map(str, kept)) == said
+    code, _, err = gpuops("detect", "replay", str(kept[0]), str(kept[0]))
+    assert code == 64
+    assert "has rank 0-7, as another file has" in err
+    kept[0].write_bytes(kept[0].read_bytes()[:-9])
+    code, out, err = gpuops("detect", "replay", "--ranks", "16", str(dumps))
+    assert code == 1
+    assert f"{kept[0]} is no dump: it is cut off" in err
+    assert "rank 0-7 left no dump that can be read" in out
 
 
 def test_a_damaged_dump_is_named_and_its_rank_is_unknown(gpuops, dumps):

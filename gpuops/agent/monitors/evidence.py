@@ -14,13 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpuops.agent.monitors.recorder.reader import read_recorders
+from gpuops.agent.monitors.recorder.kept import keep_recorders
+from gpuops.agent.monitors.recorder.reader import parse_dumps, read_bodies
 from gpuops.agent.monitors.source_line import statement_at
 from gpuops.agent.monitors.stacks import Stacks, parse_faulthandler, parse_pyspy
-from gpuops.detect.recorder_dump import RankDump
+from gpuops.convert.flight_recorder import BYTES_MAX, read_dump
+from gpuops.detect.recorder_dump import RankDump, parse_dump
 from gpuops.host.process.inspect import ProcessDetails, read_details
 from gpuops.host.process.pyspy import StackRecordings, dump, find_pyspy
 from gpuops.host.process.traffic import Traffic, read_traffic
+from gpuops.model import Json
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,8 @@ class RankFacts:
     """All samples of one worker, oldest first; ``source_line`` is that of its main thread.
 
     ``elsewhere``: in which share of a recording its main thread was not where it mostly was.
-    ``dump``: its collectives, None where it has no flight recorder or did not answer.
+    ``dump``: its collectives, None where it has no flight recorder or did not answer;
+    ``recorder_kept``: the file that holds them. ``recorder_path``: what torch wrote at a time-out.
     """
 
     target: EvidenceTarget
@@ -93,6 +97,7 @@ class RankFacts:
     source_line: str | None = None
     recorder_path: str | None = None
     dump: RankDump | None = None
+    recorder_kept: Path | None = None
 
 
 class SystemEvidenceReader:
@@ -109,11 +114,9 @@ class SystemEvidenceReader:
         """Return by process the bytes that it and its children have moved so far."""
         return read_traffic(pids)
 
-    def collectives(
-        self, targets: Sequence[EvidenceTarget], wait_s: float
-    ) -> Mapping[int, RankDump]:
+    def collectives(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Json]:
         """Return by rank what their flight recorders hold, as far as they answer in *wait_s*."""
-        return read_recorders(targets, wait_s)
+        return read_bodies(targets, wait_s)
 
     def dump(self, targets: Sequence[EvidenceTarget], wait_s: float) -> Mapping[int, Stacks]:
         """Return by rank the stacks that the workers themselves wrote within *wait_s*."""
@@ -164,10 +167,31 @@ class SystemEvidenceReader:
         """Return whether *path* is a file."""
         return Path(path).is_file()
 
+    def dumped_collectives(self, path: str, target: EvidenceTarget) -> RankDump | None:
+        """Return what torch wrote to *path* at a time-out of *target*, None where it did not.
+
+        A file that is older than the newest group of *target* is of an earlier generation.
+        """
+        try:
+            if target.groups is None or _mtime_ns(Path(path)) < _mtime_ns(target.groups):
+                return None
+            with Path(path).open("rb") as file:
+                return parse_dump(read_dump(file.read(BYTES_MAX + 1)), target.rank)
+        except (OSError, ValueError) as exc:
+            log.debug("%s is not used: %s", path, exc)
+            return None
+
+    def keep(self, folder: Path, bodies: Mapping[int, Json]) -> Path | None:
+        """Keep the flight recorders *bodies* in *folder*; return the file, if it was written."""
+        return keep_recorders(folder, bodies)
+
 
 @dataclass(slots=True)
 class EvidenceCollector:
-    """Collects the facts on one node's workers in a thread; `start` returns at once."""
+    """Collects the facts on one node's workers in a thread; `start` returns at once.
+
+    The flight recorders are kept in *folder*.
+    """
 
     targets: Sequence[EvidenceTarget]
     reader: SystemEvidenceReader
@@ -175,6 +199,9 @@ class EvidenceCollector:
     samples_s: Sequence[float] = SAMPLES_S
     clock_s: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] | None = None
+    folder: Path | None = None
+    _bodies: dict[int, Json] = field(default_factory=dict)
+    _is_forgotten: bool = False
     _facts: dict[int, RankFacts] = field(default_factory=dict)
     _hurried: threading.Event = field(default_factory=threading.Event)
     _sampled_s: float = -math.inf
@@ -188,6 +215,10 @@ class EvidenceCollector:
     def hurry(self) -> None:
         """Take two samples in all, and the last one soon: the workers are about to be ended."""
         self._hurried.set()
+
+    def forget(self) -> None:
+        """Keep no file: there is no hang after all."""
+        self._is_forgotten = True
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the collection is complete, at most *timeout_s* later."""
@@ -274,8 +305,10 @@ class EvidenceCollector:
             for t in self.targets
             if self._facts[t.rank].dump is None and (p := processes[t.rank]) and p.state in "RSID"
         ]
-        for rank, held in self.reader.collectives(asked, RECORDER_WAIT_S).items():
+        bodies = self.reader.collectives(asked, RECORDER_WAIT_S)
+        for rank, held in parse_dumps(bodies).items():
             self._facts[rank] = replace(self._facts[rank], dump=held)
+            self._bodies[rank] = bodies[rank]
 
     def _add(self, recorded: Mapping[int, Sequence[int]]) -> None:
         """Add what was recorded: by rank, how often each stack was seen."""
@@ -285,17 +318,22 @@ class EvidenceCollector:
                 self._facts[rank] = replace(self._facts[rank], elsewhere=elsewhere)
 
     def _complete(self) -> None:
-        """Read files, last: the file system may be what hangs."""
+        """Read and write files, last: the file system may be what hangs."""
         for rank, facts in list(self._facts.items()):
             path = self._recorder_path(rank)
             if path is not None and self.reader.exists(path):
-                facts = replace(facts, recorder_path=path)  # noqa: PLW2901 the same, completed
+                dump = facts.dump or self.reader.dumped_collectives(path, facts.target)
+                facts = replace(facts, recorder_path=path, dump=dump)  # noqa: PLW2901 completed
             stacks = facts.samples[-1].stacks if facts.samples else None
             main = stacks.main if stacks else None
             if main is not None and main.frames:
                 line = self.reader.source_line(main.frames[0].file, main.frames[0].line)
                 facts = replace(facts, source_line=line)  # noqa: PLW2901 the same, completed
             self._facts[rank] = facts
+        if self.folder is not None and self._bodies and not self._is_forgotten:
+            kept = self.reader.keep(self.folder, self._bodies)
+            for rank in self._bodies:
+                self._facts[rank] = replace(self._facts[rank], recorder_kept=kept)
 
     def _recorder_path(self, rank: int) -> str | None:
         prefixes = (self.env.get(name) for name in _RECORDER_PREFIXES)
@@ -323,6 +361,10 @@ def _request_dump(target: EvidenceTarget) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _mtime_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def _size(path: Path) -> int:

@@ -1,7 +1,10 @@
-"""When the flight recorders are asked while evidence is collected."""
+"""When the flight recorders are asked while evidence is collected, and what becomes of them."""
 
-from gpuops.agent.monitors.evidence import EvidenceCollector, EvidenceTarget
-from gpuops.detect.recorder_dump import RankDump
+import json
+import os
+from pathlib import Path
+
+from gpuops.agent.monitors.evidence import EvidenceCollector, EvidenceTarget, SystemEvidenceReader
 from gpuops.host.process.inspect import ProcessDetails
 
 STATES = {0: "S", 1: "D", 2: "T", 3: None, 4: "R"}
@@ -26,7 +29,7 @@ class FakeReader:
         if 4 in ranks and self.late:
             self.late -= 1
             ranks.remove(4)
-        return {rank: RankDump(rank=rank, calls=(), members={}) for rank in ranks}
+        return {rank: {"entries": [], "pg_config": {}} for rank in ranks}
 
     def traffic(self, pids):
         return {}
@@ -47,16 +50,29 @@ class FakeReader:
     def exists(self, path):
         return False
 
+    def keep(self, folder, bodies):
+        assert all(body["pg_config"] == {} for body in bodies.values())
+        return folder / f"of {sorted(bodies)}"
+
+
+def facts_of(reader, targets, env, *, is_forgotten=False, **more):
+    collector = EvidenceCollector(
+        targets, reader, env, (0.0, 0.0, 0.0), clock_s=lambda: 0.0, pause=lambda _: None, **more
+    )
+    if is_forgotten:
+        collector.forget()
+    collector.start()
+    assert collector.wait(60.0)
+    return collector.facts
+
+
+TARGETS = [EvidenceTarget(rank=n, local_rank=n, pid=n) for n in STATES]
+
 
 def collect(late):
     reader = FakeReader(late)
-    targets = [EvidenceTarget(rank=n, local_rank=n, pid=n) for n in STATES]
-    collector = EvidenceCollector(
-        targets, reader, {}, (0.0, 0.0, 0.0), clock_s=lambda: 0.0, pause=lambda _: None
-    )
-    collector.start()
-    assert collector.wait(60.0)
-    return reader, {rank for rank, facts in collector.facts.items() if facts.dump is not None}
+    facts = facts_of(reader, TARGETS, {})
+    return reader, {rank for rank, each in facts.items() if each.dump is not None}
 
 
 def test_recorders_are_read_before_the_stacks_of_who_can_answer():
@@ -80,3 +96,46 @@ def test_without_an_answer_the_evidence_is_complete_as_well():
 
     assert read == {0, 1}
     assert reader.asked == [[0, 1, 4], [4]]
+
+
+def test_those_that_were_read_are_kept_unless_there_is_no_hang_after_all():
+    facts = facts_of(FakeReader(late=2), TARGETS, {}, folder=Path("/run/generation-0"))
+    kept = {rank: each.recorder_kept for rank, each in facts.items()}
+
+    assert kept == dict.fromkeys(STATES) | dict.fromkeys(
+        (0, 1), Path("/run/generation-0/of [0, 1]")
+    )
+    facts = facts_of(
+        FakeReader(late=0), TARGETS, {}, is_forgotten=True, folder=Path("/run/generation-0")
+    )
+    assert not any(each.recorder_kept for each in facts.values())
+
+
+class Silent(SystemEvidenceReader):
+    """A worker whose recorder does not answer."""
+
+    def collectives(self, targets, wait_s):
+        return {}
+
+
+def test_what_torch_wrote_at_a_time_out_is_read_where_nobody_answers(tmp_path):
+    groups, written = tmp_path / "groups", tmp_path / "fr_0"
+    groups.write_text("")
+    written.write_text(json.dumps({"entries": [], "pg_config": {"0": {"ranks": [0, 1]}}}))
+    target = EvidenceTarget(rank=0, local_rank=0, pid=os.getpid(), groups=groups)
+    env = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_")}
+
+    def read():
+        facts = facts_of(Silent("", next_to=tmp_path), [target], env)[0]
+        assert facts.recorder_path == str(written)
+        return None if facts.dump is None else facts.dump.members
+
+    os.utime(groups, (1000, 1000))
+    assert read() == {"0": (0, 1)}
+    # Of an earlier generation, whose workers had the same variable.
+    os.utime(written, (999, 999))
+    assert read() is None
+    written.write_text("no dump")
+    assert read() is None
+    groups.unlink()
+    assert read() is None

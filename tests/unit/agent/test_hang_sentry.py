@@ -70,6 +70,9 @@ class FakeReader:
     def exists(self, path):
         return path in self.files
 
+    def dumped_collectives(self, path, target):
+        return None
+
 
 class Node:
     """A node with two workers and a sentry."""

@@ -187,7 +187,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("answers", "why"), ANSWERS.values(), ids=ANSWERS)
 def test_what_is_no_dump_is_refused(tmp_path, answers, why):
-    with Served(tmp_path, answers) as served, pytest.raises(RecorderError, match=why):
+    with Served(tmp_path, answers) as served, pytest.raises(ValueError, match=why):
         served.read()
 
 

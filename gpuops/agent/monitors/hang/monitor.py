@@ -204,6 +204,8 @@ class HangMonitor(Monitor):
         if hang is None:
             if self._open_hang is not None and self._open_hang.hang is not None:
                 log.info("a suspected hang has ended: the ranks make progress")
+            if self._open_hang is not None:
+                self._open_hang.collector.forget()
             self._open_hang = None
             if self._judge.is_beatless(now_ns):
                 log.warning(
@@ -261,7 +263,7 @@ class HangMonitor(Monitor):
     def _start_collecting(self, watched: MonitoredAttempt, samples_s: Sequence[float]) -> _OpenHang:
         targets = [_target(worker) for worker in watched.workers]
         collector = EvidenceCollector(
-            targets, self._reader, self._env, samples_s, pause=self._pause
+            targets, self._reader, self._env, samples_s, pause=self._pause, folder=watched.folder
         )
         collector.start()
         return _OpenHang(collector)

@@ -240,6 +240,8 @@ def _of_rank(
     text = f"rank {rank} (pid {facts.target.pid}; {where}{silent}) {diagnosis.how}"
     if facts.recorder_path is not None:
         text += f"; torch's flight recorder left {facts.recorder_path}"
+    if facts.recorder_kept is not None:
+        text += f"; its flight recorder is in {facts.recorder_kept}"
     lines = [str(frame) for frame in diagnosis.frames[:FRAMES_SHOWN]]
     lines += [f"kernel: {line}" for line in diagnosis.kernel_stack[:FRAMES_SHOWN]]
     has_file = diagnosis.state is not RankState.EXITED and any(s.dumped for s in facts.samples)

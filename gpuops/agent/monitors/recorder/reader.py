@@ -11,7 +11,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ _GLOO = "/gloo"  # after the name of a group, where torch has NCCL
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: unix(7), SO_PEERCRED
 
 
-class RecorderError(Exception):
+class RecorderError(ValueError):
     """A worker's flight recorder cannot be read; the message says why."""
 
 
@@ -59,37 +59,36 @@ def recorder_env(ring: Path, rank: int) -> dict[str, str]:
 
 
 def read_recorder(
-    path: Path,
-    groups: Path,
-    *,
-    rank: int,
-    pid: int,
-    deadline_s: float,
-    bytes_max: int = BYTES_MAX,
+    path: Path, groups: Path, *, rank: int, pid: int, deadline_s: float, bytes_max: int = BYTES_MAX
 ) -> RankDump:
     """Return what the recorder of *rank*, process *pid*, holds now, at most *deadline_s* later.
 
     Raises:
-        RecorderError: Nobody answers in time, or with more than *bytes_max* bytes, or with no dump,
-            or somebody else listens at *path*.
+        RecorderError: As `read_body`.
+        ValueError: The answer is no dump.
     """
     body = read_body(path, groups, pid=pid, deadline_s=deadline_s, bytes_max=bytes_max)
-    return to_dump(body, rank)
+    return parse_dump(body, rank)
 
 
 def read_recorders(targets: Sequence[Readable], deadline_s: float) -> dict[int, RankDump]:
     """Return by rank what the recorders of *targets* hold, asked at once; a failure is left out."""
+    return parse_dumps(read_bodies(targets, deadline_s))
+
+
+def parse_dumps(bodies: Mapping[int, Json]) -> dict[int, RankDump]:
+    """Return by rank those of *bodies* that are dumps."""
     dumps = {}
-    for rank, body in read_bodies(targets, deadline_s).items():
+    for rank, body in bodies.items():
         try:
-            dumps[rank] = to_dump(body, rank)
-        except RecorderError as exc:
+            dumps[rank] = parse_dump(body, rank)
+        except ValueError as exc:
             log.debug("the flight recorder of rank %d is not used: %s", rank, exc)
     return dumps
 
 
 def read_bodies(targets: Sequence[Readable], deadline_s: float) -> dict[int, Json]:
-    """Return the same as plain data, which `to_dump` takes and a file can keep."""
+    """Return the same as plain data, which `parse_dumps` takes and a file can keep."""
 
     def ask(target: Readable) -> Json | None:
         if target.recorder is None or target.groups is None:
@@ -107,25 +106,14 @@ def read_bodies(targets: Sequence[Readable], deadline_s: float) -> dict[int, Jso
         return {t.rank: body for t, body in zip(targets, bodies, strict=True) if body is not None}
 
 
-def to_dump(body: Json, rank: int) -> RankDump:
-    """Return the dump of *rank* in *body*.
-
-    Raises:
-        RecorderError: There is none.
-    """
-    try:
-        return parse_dump(body, rank)
-    except ValueError as exc:
-        raise RecorderError(str(exc)) from exc
-
-
 def read_body(
     path: Path, groups: Path, *, pid: int, deadline_s: float, bytes_max: int = BYTES_MAX
 ) -> Json:
     """Return the dump as torch gives it, with the members of all groups that are known.
 
     Raises:
-        RecorderError: As `read_recorder`.
+        RecorderError: Nobody answers in time, or with more than *bytes_max* bytes, or with anything
+            else, or somebody else listens at *path*.
     """
     end_s = time.monotonic() + deadline_s
     answers = {name: _post(path, name, pid, end_s, bytes_max) for name in (_NCCL, _OTHERS)}

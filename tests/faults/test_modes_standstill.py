@@ -30,6 +30,7 @@ def test_a_hang_is_seen_in_time_and_everybody_was_looked_at(tmp_path):
     assert stopped["payload"]["generation"] == 0
     incident = run.incident("hang.no_progress")
     assert ("rank", "1") in culprits(incident)
+    assert "rank 1 has not called all_reduce(1 Float), call " in incident["culprit_how"]
     assert not {("rank", "0"), ("rank", "2"), ("rank", "3")} & culprits(incident)
     looked_at = {
         item["entity"]["id"]

@@ -1,5 +1,6 @@
 """Whatever a recorder's socket answers, it is a dump or a RecorderError, in time and in bounds."""
 
+import contextlib
 import json
 import os
 import socket
@@ -46,6 +47,7 @@ class Served:
     answers: dict
     rank: int = 3
     pid: int = os.getpid()
+    ends: bool = True
 
     def __enter__(self):
         self.listener = socket.socket(socket.AF_UNIX)
@@ -82,7 +84,8 @@ class Served:
             if reply is not None:
                 try:
                     connection.sendall(reply)
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if self.ends:
+                        connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue
 
@@ -197,6 +200,41 @@ def test_who_accepts_and_never_answers_is_left_at_the_deadline(tmp_path):
         pytest.raises(RecorderError, match="timed out"),
     ):
         served.read(deadline_s=0.1)
+
+
+def test_who_answers_drop_by_drop_is_left_at_the_deadline(tmp_path):
+    stop = threading.Event()
+    served = Served(tmp_path, {"nccl": http(b"", length=10**6)[:-2]})
+
+    def drip():
+        while not stop.wait(0.01):
+            for connection in served.kept:
+                with contextlib.suppress(OSError):
+                    connection.send(b" ")
+
+    served.ends = False
+    dripping = threading.Thread(target=drip)
+    with served:
+        dripping.start()
+        try:
+            with pytest.raises(RecorderError, match="timed out"):
+                served.read(deadline_s=0.3)
+        finally:
+            stop.set()
+            dripping.join()
+
+
+def test_who_never_accepts_is_not_waited_for_beyond_the_deadline(tmp_path):
+    served = Served(tmp_path, {})
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(served.recorder))
+        listener.listen(1)
+        for _ in range(9):  # beyond the backlog none connects
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(served.recorder))
+        with pytest.raises(RecorderError, match="does not answer"):
+            served.read(deadline_s=0.3)
 
 
 def test_another_process_than_the_worker_is_not_asked(tmp_path):

@@ -33,7 +33,7 @@ def keep_recorders(
     """
     try:
         ranks = {str(rank): _scrubbed(body) for rank, body in bodies.items()}
-        data = gzip.compress(json.dumps({"ranks": ranks}).encode(), mtime=0)
+        data = gzip.compress(json.dumps({"ranks": ranks}).encode(), 6, mtime=0)
         if len(data) > bytes_max:
             log.warning("flight recorders of %s are not kept", format_bytes(len(data)))
             return None

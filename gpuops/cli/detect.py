@@ -1,8 +1,10 @@
 """``gpuops detect``: find what slows or stops a job, in what it recorded."""
 
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,17 +22,20 @@ from gpuops.detect.slow_rank import (
     SlowRankDetector,
 )
 from gpuops.detect.step_table import OwnTimes, TableWorker, own_times, share_saved
+from gpuops.detect.step_trace import StepTrace, read_trace
 from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
 from gpuops.host.records import to_json
 from gpuops.log import printable
-from gpuops.model import envelope
+from gpuops.model import Json, envelope
 
 _EXIT_CODES = {HangKind.NOTHING: EXIT_OK, HangKind.ALL_IN: EXIT_UNKNOWN}
 # torch ends the names of its dumps with the rank; an ending may follow.
 _RANK = re.compile(r"([0-9]{1,7})(?:\.[A-Za-z]+)?\Z")
 
 
+_TRACE = ".jsonl.gz"
+_LINE_BYTES_MAX = 2**16
 _LAZY = {
     "show": ("gpuops.cli.detect_show:show", "Show a run's step time, and what was detected when."),
 }
@@ -52,18 +57,21 @@ def detect() -> None:
 )
 @json_option
 def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
-    """Say whom a hung job waits for by dumps of torch's flight recorder, or who is slow by a table.
+    """Say whom a hung job waits for by dumps of torch's flight recorder, or who is slow by steps.
 
     Dumps, one file a rank, are pickles or JSON of any job, also one that ran without gpuops; their
     names end with the rank. A pickle is read as data: it cannot run anything. A file that `gpuops
     run` kept of a hang has those of a node. A rank that left no dump is named as such. A table (one
-    file.csv) has the columns of StragglerAnalysis: dp_rank, stage, step, optype, duration.
+    file.csv) has the columns of StragglerAnalysis: dp_rank, stage, step, optype, duration. A trace
+    is what `gpuops run --record-steps` wrote: the folder of the run, or its steps-*.jsonl.gz.
 
     Exit codes: 0 no collective is pending, or nobody is slow; 1 it names ranks; 3 it cannot be
     judged; 64 a mistake on the command line.
     """
     if len(paths) == 1 and paths[0].suffix == ".csv":
-        return _replay_table(paths[0], as_json=as_json)
+        return _replay_slow({0: _read_table(paths[0])}, None, as_json=as_json)
+    if files := _traces_in(paths):
+        return _replay_traces(files, as_json=as_json)
     dumps, damaged = _read(*_by_rank(paths))
     hang = diagnose(dumps, ranks)
     # Of those without a dump nobody knows whether something is pending.
@@ -79,48 +87,93 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
     return _EXIT_CODES.get(hang.kind, EXIT_FAIL) if is_judged else EXIT_UNKNOWN
 
 
-def _replay_table(path: Path, *, as_json: bool) -> int:
-    """Say which worker of the job in a table is slower than its peers."""
+def _read_table(path: Path) -> OwnTimes:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            own = own_times(csv.DictReader(file))
+            return own_times(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as exc:
         raise UsageError(f"cannot read the table {path}: {exc}") from exc
-    workers = {worker for times in own.values() for worker in times}
-    detector = SlowRankDetector({worker: worker.stage for worker in workers})
-    first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
-    for step, times in own.items():
-        for item in detector.feed(times):
-            first.setdefault(item.rank, (step, item))
-    apart = sorted({worker.stage for worker in workers if not detector.is_compared(worker)})
-    is_judged = bool(workers) and not apart
+
+
+def _traces_in(paths: Sequence[Path]) -> list[Path]:
+    """Return the traces of steps among *paths*, and in those that are folders."""
+    folders = [path for path in paths if path.is_dir()]
+    found = [path for path in paths if path.name.endswith(_TRACE)]
+    return found + sorted(file for folder in folders for file in folder.rglob(f"steps-*{_TRACE}"))
+
+
+def _replay_traces(files: Sequence[Path], *, as_json: bool) -> int:
+    traces: dict[int, StepTrace] = {}
+    for file in files:
+        try:
+            with gzip.open(file) as opened:
+                read_trace(_trace_lines(opened, file), traces)
+        except (OSError, ValueError, zlib.error) as exc:
+            raise UsageError(f"cannot read the trace {file}: {exc}") from exc
+    ranks = {rank for trace in traces.values() for rank in trace.ranks}
+    own = {generation: traces[generation].own_times() for generation in sorted(traces)}
+    return _replay_slow(own, ranks, as_json=as_json)
+
+
+def _trace_lines(opened: gzip.GzipFile, file: Path) -> Iterable[str]:
+    try:
+        while line := opened.readline(_LINE_BYTES_MAX):
+            yield line.decode()
+    except EOFError:
+        click.echo(f"gpuops: {printable(f'the end of {file} is cut off')}", err=True)
+
+
+def _replay_slow(
+    jobs: Mapping[int, OwnTimes], ranks: Iterable[int] | None, *, as_json: bool
+) -> int:
+    """Say which worker of each job, by its generation, is slower than its peers.
+
+    *ranks*: all of the job, also those without own times; None for a table.
+    """
+    slow: list[Json] = []
+    lines: list[str] = []
+    places, compared = {*(ranks or ())}, set[int]()
+    everybody: set[TableWorker] = set()
+    for generation, own in jobs.items():
+        workers = {worker for times in own.values() for worker in times}
+        detector = SlowRankDetector({worker: worker.stage for worker in workers})
+        first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
+        for step, times in own.items():
+            for item in detector.feed(times):
+                first.setdefault(item.rank, (step, item))
+        everybody |= workers
+        compared |= {worker.place for worker in workers if detector.is_compared(worker)}
+        of = {} if ranks is None else {"generation": generation}
+        slow += [{**of, **_slow_json(own, *named)} for named in first.values()]
+        name = f"generation {generation}: " if len(jobs) > 1 else ""
+        lines += [name + _slow_line(own, *named) for named in first.values()]
+    apart = sorted((places | {worker.place for worker in everybody}) - compared)
+    n_steps, is_judged = sum(map(len, jobs.values())), bool(everybody) and not apart
     if as_json:
-        found = [_slow_json(own, *named) for named in first.values()]
-        body = {"steps": len(own), "workers": len(workers), "not_compared": apart, "slow": found}
+        body = {"steps": n_steps, "workers": len(everybody), "not_compared": apart, "slow": slow}
         click.echo(json.dumps(envelope("gpuops.detect-slow/1", body), indent=2))
     else:
-        lines = [_slow_line(own, *named) for named in first.values()]
-        about = f"{len(own)} steps of {len(workers)} workers"
+        about = f"{n_steps} steps of {len(everybody)} workers"
         if not is_judged:
-            lines.append(_not_compared(apart, about))
-        elif not first:
+            lines.append(_not_compared(apart, about, is_trace=ranks is not None))
+        elif not lines:
             lines.append(f"nobody is slower than those that do the same work ({about})")
         click.echo("\n".join(lines))
-    return EXIT_FAIL if first else EXIT_OK if is_judged else EXIT_UNKNOWN
+    return EXIT_FAIL if slow else EXIT_OK if is_judged else EXIT_UNKNOWN
 
 
-def _not_compared(stages: Sequence[int], about: str) -> str:
-    which = f"stage {ranks_text(stages)}" if stages else "no worker"
+def _not_compared(apart: Sequence[int], about: str, *, is_trace: bool) -> str:
+    which = f"{'rank' if is_trace else 'stage'} {ranks_text(apart)}" if apart else "no worker"
+    who = "ranks with the same work" if is_trace else "workers of a stage"
     return (
-        f"{which} cannot be judged: {GROUP_MIN} workers of a stage and {STEPS_MIN} steps in which"
+        f"{which} cannot be judged: {GROUP_MIN} {who} and {STEPS_MIN} steps in which"
         f" they computed are needed, {NOISY_STEPS_MIN} where steps differ much (there are {about})"
     )
 
 
-def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> dict[str, object]:
+def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> Json:
     return {
-        "stage": item.rank.stage,
-        "dp_rank": item.rank.dp_rank,
+        **item.rank.to_json(),
         "ratio": round(item.ratio, 4),
         "n_peers": item.n_peers,
         "since_step": list(own)[item.since - 1],

@@ -376,6 +376,9 @@ RUN_SETTINGS = (
         "preflight", parse_preflight, "off", "test nodes before the first start: quick, sweep, off"
     ),
     _run_setting(
+        "record_steps", parse_switch, "off", "write each step of each rank into the run's folder"
+    ),
+    _run_setting(
         "grow_after",
         parse_grow_after,
         GROW_AFTER_DEFAULT,

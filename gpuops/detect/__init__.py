@@ -6,6 +6,7 @@
 `slow_rank` names the ranks that take longer than those that do the same work; `step_table` reads
 their times from the table of a recorded job. `own_time` takes them from the dumps of a job that
 runs, `step_summary` packs them for the leader, `step_time` says when all steps became slower.
+`step_trace` reads what ``gpuops run --record-steps`` wrote.
 
 Nothing here reads a clock or a file: the same dumps always have the same verdict, whether an agent
 took them or ``gpuops detect replay`` reads them somewhere else.

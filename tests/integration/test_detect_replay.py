@@ -1,5 +1,6 @@
 """``gpuops detect replay`` over dumps of torch's flight recorder: real ones, and damaged ones."""
 
+import gzip
 import itertools
 import json
 import os
@@ -12,6 +13,9 @@ from support.recorded_job import RecordedJob, four_by_four
 
 from gpuops.agent.monitors.recorder.kept import keep_recorders
 from gpuops.convert.flight_recorder import read_dump
+from gpuops.detect.own_time import Measure, RankSteps
+from gpuops.detect.step_summary import pack_summary
+from gpuops.detect.step_trace import SCHEMA
 
 JOB = Path(__file__).parents[1] / "fixtures" / "jobs" / "recorded_hang.py"
 GROUPS, PROGRAMS = four_by_four()
@@ -211,3 +215,81 @@ def test_a_file_that_is_no_such_table_is_refused(gpuops, tmp_path):
 
     assert code == 64
     assert "has no column 'dp_rank'" in err
+
+
+def trace_of(folder, factor, generations=1, node_ranks=((0, 1), (2, 3))):
+    """Write the traces of two nodes of 40 steps, of which rank 2 takes *factor* as long."""
+    for generation, ranks in itertools.product(range(generations), node_ranks):
+        path = folder / f"generation-{generation}" / f"steps-{ranks[0]}.jsonl.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [{"schema": SCHEMA, "generation": generation, "node": "n", "ranks": ranks}]
+        for first in (1, 21):
+            summaries = {
+                rank: pack_summary(
+                    RankSteps(
+                        role=3,
+                        measure=Measure.OWN,
+                        seconds={
+                            step: (factor if rank == 2 else 1.0)
+                            * (1 + (7 * step + rank) % 5 / 1000)
+                            for step in range(first, first + 20)
+                        },
+                        step_s=1.0,
+                    )
+                )
+                for rank in ranks
+            }
+            lines += [{"rank": rank, "step": first, "time_us": first} for rank in ranks]
+            body = {"ranks": summaries}
+            lines.append({"monitor": "straggler", "time_us": first, "published": body})
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        path.write_bytes(gzip.compress(text.encode()))
+    return folder
+
+
+def test_a_trace_of_steps_names_the_slow_rank_of_each_generation(gpuops, tmp_path):
+    folder = trace_of(tmp_path / "run", 1.2, generations=2)
+
+    code, out, _ = gpuops("detect", "replay", str(folder))
+    assert code == 1
+    first, second = out.splitlines()
+    assert first.startswith("generation 0: slow: rank 2 computes 1.20 times as long as its 3 peers")
+    assert second.startswith("generation 1: slow: rank 2 ")
+
+    code, out, _ = gpuops("detect", "replay", "--json", str(folder / "generation-1"))
+    body = json.loads(out)
+    assert (code, body["steps"], body["workers"], body["not_compared"]) == (1, 40, 4, [])
+    (slow,) = body["slow"]
+    assert (slow["generation"], slow["rank"], slow["n_peers"]) == (1, 2, 3)
+
+
+def test_a_trace_without_a_slow_rank_names_nobody_and_one_of_two_ranks_cannot_be_judged(
+    gpuops, tmp_path
+):
+    code, out, _ = gpuops("detect", "replay", str(trace_of(tmp_path / "even", 1.0)))
+    assert (code, out.startswith("nobody is slower")) == (0, True)
+
+    two = trace_of(tmp_path / "two", 1.5, node_ranks=((2, 3),))
+    code, out, _ = gpuops("detect", "replay", str(two / "generation-0" / "steps-2.jsonl.gz"))
+    assert code == 3
+    assert out.startswith("rank 2-3 cannot be judged: 3 ranks with the same work")
+
+
+def test_a_trace_that_is_cut_off_is_read_to_its_end_and_a_damaged_one_is_refused(gpuops, tmp_path):
+    folder = trace_of(tmp_path / "run", 1.2)
+    path = folder / "generation-0" / "steps-0.jsonl.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    code, out, err = gpuops("detect", "replay", str(folder))
+    assert (code, "rank 2" in out) == (1, True)
+    assert err == f"gpuops: the end of {path} is cut off\n"
+
+    for content, why in (
+        (b"not gzip", "Not a gzipped file"),
+        (whole[:30] + b"\0\0\0" + whole[33:], "cannot read the trace"),
+        (gzip.compress(b"{}\n"), "line 1 is none of a trace of steps"),
+        (gzip.compress(b"[" * 10**6), "line 1 is none of a trace of steps"),
+    ):
+        path.write_bytes(content)
+        code, _, err = gpuops("detect", "replay", str(folder))
+        assert (code, why in err) == (64, True), err

@@ -1,8 +1,13 @@
 """A run on one node, as the network sees it."""
 
+import gzip
+import json
+
 import psutil
 import pytest
 from support.runs import JOBS, Run, wait_until
+
+from gpuops.cli.main import run_command
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 TRAIN = JOBS / "train.py"
@@ -21,7 +26,7 @@ def listeners(pid):
 def test_the_agent_only_answers_this_machine_and_a_killed_rank_recovers(
     tmp_path, flags, n_listeners
 ):
-    with Run(tmp_path, *flags, TRAIN, "--steps", "60") as run:
+    with Run(tmp_path, *flags, "--record-steps", TRAIN, "--steps", "60") as run:
         run.kill_rank(1, at_step=8)
         leader = run.state(generation=1)["pids"]["0"]
         # The workers' own store is as torchrun would have it.
@@ -34,6 +39,18 @@ def test_the_agent_only_answers_this_machine_and_a_killed_rank_recovers(
 
     assert [p["outcome"] for p in run.payloads("attempt.ended")] == ["failed", "completed"]
     assert run.state()["phase"] == "ended"
+    # Both generations have a trace, of which step times alone name nobody.
+    for generation, step_last in ((0, 8), (1, 60)):
+        path = run.directory / f"generation-{generation}" / "steps-0.jsonl.gz"
+        head, *steps = [
+            json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()
+        ]
+        assert (head["generation"], head["ranks"]) == (generation, [0, 1])
+        assert max(step["step"] for step in steps) >= step_last
+        assert {step["rank"] for step in steps} == {0, 1}
+        assert all(step["optimizer_us"] > 0 for step in steps)
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert run_command(["detect", "replay", str(run.directory)]) == 3
 
 
 def test_two_runs_at_once_do_not_meet(tmp_path):

@@ -93,7 +93,8 @@ def fill(board, **changes):
     me = Member(agent=AGENT, node="n1", address="127.0.0.1", n_workers=2)
     board.put(keys.agent(AGENT), pack(me.to_json()))
     board.put(keys.roster(1), Roster(generation=1, members=(me,)).to_bytes())
-    board.put(keys.heartbeat(AGENT), pack({"seq": 3, "step": 57, "silent_s": 0.5}))
+    beat = {"seq": 3, "step": 57, "silent_s": 0.5, "step_seconds": 0.25}
+    board.put(keys.heartbeat(AGENT), pack(beat))
 
 
 def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
@@ -114,6 +115,7 @@ def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
         "step": 57,
         "steps_counted": None,
         "silent_seconds": 0.5,
+        "step_seconds": 0.25,
     }
     assert body["notes"] == []
 

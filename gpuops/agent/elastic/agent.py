@@ -230,11 +230,17 @@ class GpuopsAgent(LocalElasticAgent):
         session.safely(
             "giving rings back", lambda: session.directory.remove_rings_before(generation)
         )
-        watched = MonitoredAttempt(
-            generation=generation, node=self._services.node, workers=workers, folder=folder
-        )
-        self._services.monitors.begin(watched)
+        self._services.monitors.begin(self._monitored(attempt))
         return pids
+
+    def _monitored(self, attempt: Attempt) -> MonitoredAttempt:
+        return MonitoredAttempt(
+            generation=attempt.generation,
+            node=self._services.node,
+            workers=attempt.workers.all,
+            folder=attempt.folder,
+            world_size=attempt.assignment.roster.world_size,
+        )
 
     def _started(self, worker_group: WorkerGroup, attempt: Attempt, start_us: int) -> None:
         facts = AttemptFacts(

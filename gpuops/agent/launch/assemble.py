@@ -230,6 +230,7 @@ def _monitors(launch: LaunchContext, context: NodeContext, settings: Settings) -
             root=settings.root,
             site_dir=settings.site_dir,
             hang_timeout_s=launch.request.plan.hang_timeout_s,
+            records_steps=launch.request.plan.records_steps,
         )
     )
 

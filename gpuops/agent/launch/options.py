@@ -94,7 +94,7 @@ OUR_OPTIONS = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
     *("token_file", "insecure", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
-    "preflight",
+    *("preflight", "record_steps"),
 )
 
 
@@ -216,6 +216,7 @@ def _parser(torch_parser: argparse.ArgumentParser, env: Mapping[str, str]) -> _P
     _add_health(parser)
     _add_nodes(parser)
     _add_trust(parser)
+    _add_records(parser)
     _add_drills(parser)
     _add_output(parser)
     # None marks what the user left out; torch 2.8 would say 29500 for the port.
@@ -313,6 +314,17 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
         "--http",
         metavar="ADDR:PORT|PORT|off",
         help="Where each agent answers /healthz, /state and /metrics; default: loopback, any port.",
+    )
+
+
+def _add_records(parser: argparse.ArgumentParser) -> None:
+    _both(
+        parser.add_argument_group("Slow ranks"),
+        "--record-steps",
+        action="store_const",
+        const="on",
+        help="Write each step of each rank into the run's folder, compressed, at most 64 MiB a "
+        "run, for `gpuops detect replay`.",
     )
 
 

@@ -83,6 +83,7 @@ class LaunchPlan:
     store_lost_s: float = 60.0  # without the control store for this long: exit 85
     gate: bool = True
     gate_deadline_s: float = 20.0
+    records_steps: bool = False
     preflight: str = "off"  # or quick, sweep: a test under load before the first generation
     preflight_deadline_s: float = 30.0
     grow_after_s: float | None = 300.0  # None: never

@@ -99,6 +99,7 @@ def _plan(
         hang_timeout_s=read(options["hang_timeout"], schema.parse_hang_timeout),
         gate=read(options["health_gate"], schema.parse_switch),
         preflight=read(options["preflight"], schema.parse_preflight),
+        records_steps=read(options["record_steps"], schema.parse_switch),
         grow_after_s=read(options["grow_after"], schema.parse_grow_after),
         drain_grace_s=read(grace, schema.parse_drain_grace) if grace.text else None,
         http_address=address,

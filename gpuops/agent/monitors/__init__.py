@@ -16,5 +16,6 @@ leader. `gpuops.incident.suspicion` decides by failure class and level which sus
 * `evidence`, `stacks`: samples of workers that are still alive; `rank_state`, `source_line`: what
   they show.
 * `recorder`: torch's flight recorder of workers that are alive.
+* `step_recorder`: writes down each step, and what the others publish (``--record-steps``).
 * `source_line`: what a line that stands in native code waits for.
 """

@@ -24,6 +24,7 @@ class MonitoredAttempt:
     node: str
     workers: Sequence[Worker]
     folder: Path  # logs and evidence of this generation
+    world_size: int | None = None  # of all nodes
 
 
 class Monitor:
@@ -59,6 +60,9 @@ class Monitor:
     def publish(self) -> Json | None:
         """Return this node's data for the leader, at most 4 KiB of JSON; called every 5 s."""
         return None
+
+    def published(self, name: str, body: Json) -> None:
+        """Take in what the monitor *name* of this node publishes."""
 
     def close(self) -> None:
         """End its threads and processes."""

@@ -17,6 +17,7 @@ from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.gpu import open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
+from gpuops.agent.monitors.step_recorder import StepRecorder
 from gpuops.control.client import ControlClient
 from gpuops.control.record import pack
 from gpuops.control.store import ControlStoreError
@@ -43,6 +44,7 @@ class MonitorContext:
     root: Path
     site_dir: Path | None
     hang_timeout_s: float | None
+    records_steps: bool = False
 
 
 class MonitorRegistry:
@@ -54,6 +56,8 @@ class MonitorRegistry:
             context.env, context.clock, root=context.root, site_dir=context.site_dir
         )
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
+        if context.records_steps:
+            self.all = (*self.all, StepRecorder(context.clock))
         self.fleet: tuple[FleetMonitor, ...] = ()  # on the leader
 
 
@@ -113,6 +117,7 @@ class MonitorGroup:
             if len(value) > PUBLISHED_BYTES_MAX:
                 raise ValueError(f"{monitor.name} publishes {len(value)} bytes")
             values[self._control.keys.published(monitor.name, self._control.me.agent)] = value
+            self._each("recording steps", lambda each: each.published(monitor.name, body))
 
         self._each("publishing", ask)
         if values:

@@ -17,7 +17,7 @@ import gpuops.worker.shim
 from gpuops.agent.monitors.evidence import EvidenceTarget
 from gpuops.agent.monitors.recorder.reader import (
     RecorderError,
-    read_recorder,
+    read_body,
     read_recorders,
     recorder_env,
     recorder_paths,
@@ -123,9 +123,9 @@ def test_a_worker_that_is_stopped_does_not_answer(targets):
     os.kill(targets[1].pid, signal.SIGSTOP)
     begun_s = time.monotonic()
     with pytest.raises(RecorderError, match="timed out"):
-        read_recorder(path, groups, rank=1, pid=targets[1].pid, deadline_s=0.5)
+        read_body(path, groups, pid=targets[1].pid, deadline_s=0.5)
     waited_s = time.monotonic() - begun_s
     os.kill(targets[1].pid, signal.SIGCONT)
 
     assert waited_s >= 0.5
-    assert read_recorder(path, groups, rank=1, pid=targets[1].pid, deadline_s=30.0).calls
+    assert read_body(path, groups, pid=targets[1].pid, deadline_s=30.0)["entries"]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuops.agent.monitors.recorder.reader import RecorderError, read_recorder, read_recorders
+from gpuops.agent.monitors.recorder.reader import RecorderError, read_body, read_recorders
+from gpuops.detect.recorder_dump import parse_dump
 
 GENEROUS_S = 60.0
 
@@ -90,14 +91,14 @@ class Served:
                     continue
 
     def read(self, *, pid=None, deadline_s=GENEROUS_S, bytes_max=2**20):
-        return read_recorder(
+        body = read_body(
             self.recorder,
             self.groups,
-            rank=self.rank,
             pid=pid or self.pid,
             deadline_s=deadline_s,
             bytes_max=bytes_max,
         )
+        return parse_dump(body, self.rank)
 
 
 def gloo(reply):
@@ -242,6 +243,15 @@ def test_another_process_than_the_worker_is_not_asked(tmp_path):
     served = Served(tmp_path, gloo(answer(EMPTY)))
     with served, pytest.raises(RecorderError, match=why):
         served.read(pid=1)
+
+
+def test_another_user_is_not_asked(tmp_path, monkeypatch):
+    served = Served(tmp_path, gloo(answer(EMPTY)))
+    uid = os.geteuid()
+    why = f"of user {uid} listens there"
+    monkeypatch.setattr("os.geteuid", lambda: uid + 1)
+    with served, pytest.raises(RecorderError, match=why):
+        served.read()
 
 
 def test_a_socket_in_whose_place_is_something_else_is_not_asked(tmp_path):

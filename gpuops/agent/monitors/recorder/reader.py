@@ -58,19 +58,6 @@ def recorder_env(ring: Path, rank: int) -> dict[str, str]:
     return {"GPUOPS_RECORDER": str(path), "GPUOPS_GROUPS": str(groups)}
 
 
-def read_recorder(
-    path: Path, groups: Path, *, rank: int, pid: int, deadline_s: float, bytes_max: int = BYTES_MAX
-) -> RankDump:
-    """Return what the recorder of *rank*, process *pid*, holds now, at most *deadline_s* later.
-
-    Raises:
-        RecorderError: As `read_body`.
-        ValueError: The answer is no dump.
-    """
-    body = read_body(path, groups, pid=pid, deadline_s=deadline_s, bytes_max=bytes_max)
-    return parse_dump(body, rank)
-
-
 def read_recorders(targets: Sequence[Readable], deadline_s: float) -> dict[int, RankDump]:
     """Return by rank what the recorders of *targets* hold, asked at once; a failure is left out."""
     return parse_dumps(read_bodies(targets, deadline_s))
@@ -88,7 +75,7 @@ def parse_dumps(bodies: Mapping[int, Json]) -> dict[int, RankDump]:
 
 
 def read_bodies(targets: Sequence[Readable], deadline_s: float) -> dict[int, Json]:
-    """Return the same as plain data, which `parse_dumps` takes and a file can keep."""
+    """Return the same as plain data, for `parse_dumps` or for a file."""
 
     def ask(target: Readable) -> Json | None:
         if target.recorder is None or target.groups is None:
@@ -109,7 +96,9 @@ def read_bodies(targets: Sequence[Readable], deadline_s: float) -> dict[int, Jso
 def read_body(
     path: Path, groups: Path, *, pid: int, deadline_s: float, bytes_max: int = BYTES_MAX
 ) -> Json:
-    """Return the dump as torch gives it, with the members of all groups that are known.
+    """Return what the recorder of process *pid* holds now, at most *deadline_s* later.
+
+    It is the dump as torch gives it, with the members of all groups that are known.
 
     Raises:
         RecorderError: Nobody answers in time, or with more than *bytes_max* bytes, or with anything

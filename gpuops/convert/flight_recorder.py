@@ -18,7 +18,8 @@ _GZIP = zlib.MAX_WBITS | 16
 _PICKLE = b"\x80"
 # A dump is a table of entries, with lists of frames, which are tables.
 _DEPTH = 8
-_VALUES_MAX = 10_000_000
+# A pickle of torch has one value in four bytes or more; those that it names again count again.
+_VALUES_A_BYTE, _VALUES_MAX = 20, 10_000_000
 
 
 def read_dump(data: bytes) -> object:
@@ -32,7 +33,8 @@ def read_dump(data: bytes) -> object:
     try:
         if data[:1] != _PICKLE:
             return json.loads(data)
-        return _plain(read_pickle(data, ()), iter(range(_VALUES_MAX)))
+        n_values_max = min(_VALUES_MAX, _VALUES_A_BYTE * len(data))
+        return _plain(read_pickle(data, ()), iter(range(n_values_max)))
     except (CheckpointError, ValueError) as exc:
         raise ValueError(f"it is neither JSON nor a pickle of data: {exc}") from exc
     except RecursionError as exc:
@@ -65,7 +67,7 @@ def _plain(value: object, left: Iterator[int], depth: int = _DEPTH) -> object:
     A small pickle can name one list again and again, in lists that do the same: *left* counts.
     """
     if next(left, None) is None:
-        raise ValueError(f"it has more than {_VALUES_MAX} values")
+        raise ValueError("it has more values than a dump of its size")
     if isinstance(value, PickleDict):
         named = value.by_name() if depth else {}
         return {name: _plain(item, left, depth - 1) for name, item in named.items()}

@@ -1,37 +1,50 @@
 """Which rank is slower than those that do the same work, for long enough to be no accident. Pure.
 
 Each step a rank's own time (without waiting) is divided by the median of the others of its group;
-the median of these ratios over a window must exceed a limit, and by far more than they spread, in
-`HOLD` evaluations one after another. Ranks of different groups are never compared: pipeline stages
-differ by design.
+the middle of these ratios over a window must exceed a limit, and by far more than they spread and
+than the others differ among themselves, in `HOLD` evaluations one after another. The middle is the
+median, and over a long window the midmean, which spreads less. Ranks of different groups are never
+compared: pipeline stages differ by design.
 
-Groups of a typical spread up to 1 % a step have a limit of 3 % and one above 5 % one of 10 %, over
-three times as many steps. Window, limits and the factor of 4 are judgement, tuned on the public
-traces of Lin et al. (Understanding Stragglers in Large Model Training Using What-if Analysis, OSDI
-2025): AR names exactly its slow worker, SE (uneven sequences) and ST nobody. That a verdict must
-last is what Minder (NSDI 2025) found worth 15 points of precision.
+Groups of a typical spread up to 1 % a step have a limit of 3 %, and those above 5 % one of 10 %,
+over three times as many steps. Windows, limits and factors are judgement, tuned on made-up traces
+and on the public ones of Lin et al. (Understanding Stragglers in Large Model Training Using What-if
+Analysis, OSDI 2025): AR names exactly its slow worker, SE (uneven sequences) and ST nobody. That a
+verdict must last is what Minder (NSDI 2025) found worth 15 points of precision.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 GROUP_MIN = 3
 WINDOW, LONG_WINDOW = 10, 30
 HOLD = 5
 # Before so many steps nobody is named; where steps differ much, before the second number.
 STEPS_MIN, NOISY_STEPS_MIN = WINDOW + HOLD - 1, LONG_WINDOW + HOLD - 1
-# The spread of a group a step, and from which ratio on a rank of it is slow.
-QUIET, QUIET_LIMIT = 0.01, 0.03
-LIMIT = 0.05
-NOISY, NOISY_LIMIT = 0.05, 0.10
-SIGMAS = 4.0
 _FLOOR = 0.01
 _MAD_TO_SIGMA = 1.4826
-_MEDIAN_TO_MEAN = 1.2533  # the standard error of a median by that of a mean
+# The standard error of a median, and of a midmean, by that of a mean, of normal values.
+_MEDIAN_TO_MEAN, _MIDMEAN_TO_MEAN = 1.2533, 1.1
+# Of more ranks one does not change the spread of all.
+_LEAVE_ONE_OUT_MAX = 32
+
+
+class _Regime(NamedTuple):
+    """A rank is slow from an excess of ``limit`` over its peers on, if it is ``sigmas`` as well."""
+
+    window: int
+    limit: float
+    sigmas: float
+
+
+# By the spread of a group's ranks from step to step, at most: 1 %, 5 %, more.
+_QUIET_MAX, _USUAL_MAX = 0.01, 0.05
+_QUIET, _USUAL = _Regime(WINDOW, 0.03, 4.0), _Regime(WINDOW, 0.05, 5.0)
+_NOISY = _Regime(LONG_WINDOW, 0.10, 4.0)
 
 Rank = TypeVar("Rank", bound=Hashable)
 
@@ -98,45 +111,49 @@ class SlowRankDetector(Generic[Rank]):
             self._tracks.setdefault(rank, _Track()).ratios.append(logs[rank] - other)
         tracks = {rank: self._tracks[rank] for rank in group}
         noise = statistics.median(_spread([*t.ratios][-WINDOW:]) for t in tracks.values())
-        window, limit = _window_and_limit(noise)
+        regime = _regime_of(noise)
+        window, is_noisy = regime.window, regime is _NOISY
         ready = {
             rank: [*t.ratios][-window:] for rank, t in tracks.items() if len(t.ratios) >= window
         }
-        medians = {rank: statistics.median(ratios) for rank, ratios in ready.items()}
-        between = _spread(medians.values()) if len(medians) > GROUP_MIN else 0.0
-        for rank, median in medians.items():
-            error = _MEDIAN_TO_MEAN * _spread(ready[rank]) / math.sqrt(window)
-            score = median / max(error, between, _FLOOR)
+        level_of = _midmean if is_noisy else statistics.median
+        to_mean = _MIDMEAN_TO_MEAN if is_noisy else _MEDIAN_TO_MEAN
+        levels = {rank: level_of(ratios) for rank, ratios in ready.items()}
+        spreads = {rank: _spread(ratios) for rank, ratios in ready.items()}
+        usual = statistics.median(spreads.values()) if spreads else 0.0
+        between = _spreads_between(levels)
+        for rank, level in levels.items():
+            error = to_mean * max(spreads[rank], usual) / math.sqrt(window)
+            score = level / max(error, between[rank], _FLOOR)
             track = tracks[rank]
-            self._update(track, median, score, limit)
+            self._update(track, level, score, regime)
             if track.is_slow:
                 assert track.since is not None
                 yield SlowRank(
                     rank=rank,
-                    ratio=math.exp(median),
+                    ratio=math.exp(level),
                     score=score,
                     n_peers=len(group) - 1,
                     since=track.since,
                 )
 
-    def _update(self, track: _Track, median: float, score: float, limit: float) -> None:
+    def _update(self, track: _Track, level: float, score: float, regime: _Regime) -> None:
         track.evaluations += 1
-        if median > math.log1p(limit) and score > SIGMAS:
+        if level > math.log1p(regime.limit) and score > regime.sigmas:
             track.since = self._number if track.above == 0 and not track.is_slow else track.since
             track.above, track.below = track.above + 1, 0
         else:
             track.above = 0
-            track.below = track.below + 1 if median < math.log1p(limit / 2) else 0
+            track.below = track.below + 1 if level < math.log1p(regime.limit / 2) else 0
         if track.above >= HOLD:
             track.is_slow = True
         elif track.below >= HOLD:
             track.is_slow = False
 
 
-def _window_and_limit(noise: float) -> tuple[int, float]:
-    if noise > NOISY:
-        return LONG_WINDOW, NOISY_LIMIT
-    return WINDOW, QUIET_LIMIT if noise <= QUIET else LIMIT
+def _regime_of(noise: float) -> _Regime:
+    """Return how to judge a group whose ranks typically spread by *noise* from step to step."""
+    return _QUIET if noise <= _QUIET_MAX else _USUAL if noise <= _USUAL_MAX else _NOISY
 
 
 def _medians_of_others(values: Mapping[Rank, float]) -> dict[Rank, float]:
@@ -150,6 +167,23 @@ def _medians_of_others(values: Mapping[Rank, float]) -> dict[Rank, float]:
         rank: (rest[low + (place <= low)] + rest[high + (place <= high)]) / 2
         for place, rank in enumerate(ordered)
     }
+
+
+def _spreads_between(levels: Mapping[Rank, float]) -> dict[Rank, float]:
+    """Return for each rank how much the others differ among themselves; 0 where they are few."""
+    if len(levels) <= GROUP_MIN:
+        return dict.fromkeys(levels, 0.0)
+    if len(levels) > _LEAVE_ONE_OUT_MAX:
+        return dict.fromkeys(levels, _spread(levels.values()))
+    return {
+        rank: _spread(level for other, level in levels.items() if other != rank) for rank in levels
+    }
+
+
+def _midmean(values: Sequence[float]) -> float:
+    """Return the mean of the middle half of *values*: a quarter of them may be anything."""
+    n_cut = len(values) // 4
+    return statistics.fmean(sorted(values)[n_cut : len(values) - n_cut])
 
 
 def _spread(values: Iterable[float]) -> float:

@@ -187,7 +187,13 @@ def read_control_store(store: ControlStore) -> RunView | None:
     alive = {
         key.rpartition("/")[2]: _body(beat) for key, beat in store.list(keys.heartbeat()).items()
     }
-    return from_control_store(record, _roster(store, keys, record), agents, alive, reply.store_s)
+    roster, published = _roster(store, keys, record), store.list(keys.published("straggler"))
+    slow = {
+        key.rpartition("/")[2]: body.get("published")
+        for key, entry in published.items()
+        if roster is not None and (body := _body(entry)).get("generation") == roster.generation
+    }
+    return from_control_store(record, roster, agents, alive, reply.store_s, slow)
 
 
 def query_agent(port: object) -> Mapping[str, Any] | None:

@@ -5,11 +5,15 @@ None. What other processes wrote is bounded and read by type.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from gpuops.control.record import ControlRecord, Member, Roster
+from gpuops.detect.slow_rank import GROUP_MIN
+from gpuops.detect.step_summary import StepSummary, own_by_step, unpack_summary
 from gpuops.model import Json
 from gpuops.store.queries.run_queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
 from gpuops.units import US_PER_S
@@ -21,7 +25,8 @@ TEXT_CHARS_MAX = 600
 class RunNodeView:
     """One node. ``silent_s`` is since the last heartbeat of its ranks.
 
-    ``step_s`` is the time from step to step, in the median of its last ones.
+    ``step_s`` is the time from step to step, in the median of its last ones; ``slowdown`` how many
+    times as long as its peers its slowest rank worked by itself, when that was last looked at.
     ``steps_counted``: the optimizer steps since its workers started, where their numbers are
     unknown.
     """
@@ -34,6 +39,7 @@ class RunNodeView:
     steps_counted: int | None = None
     silent_s: float | None = None
     step_s: float | None = None
+    slowdown: float | None = None
     seq: int | None = None  # grows while its agent lives
 
 
@@ -146,16 +152,21 @@ def from_control_store(
     agents: Mapping[str, Member],
     heartbeats: Mapping[str, Mapping[str, Any]],
     control_time_s: float,
+    published: Mapping[str, object] = MappingProxyType({}),
 ) -> RunView:
-    """Return the run by its control store; *agents* and *heartbeats* are by agent id."""
+    """Return the run by its control store; *agents*, *heartbeats* and others are by agent id.
+
+    *published* is what the straggler monitors of this generation say.
+    """
+    slowdowns = slowdowns_of(published)
     members = () if roster is None else roster.members
     assigned = {member.agent for member in members}
     nodes = []
     for group_rank, member in enumerate(members):
         first_rank = None if roster is None else roster.first_rank(group_rank)
-        nodes.append(
-            _node_from_heartbeat(member, group_rank, first_rank, heartbeats.get(member.agent, {}))
-        )
+        heartbeat = heartbeats.get(member.agent, {})
+        node = _node_from_heartbeat(member, group_rank, first_rank, heartbeat)
+        nodes.append(replace(node, slowdown=slowdowns.get(member.agent)))
     unassigned = [m for agent, m in agents.items() if agent not in assigned and agent in heartbeats]
     return RunView(
         run_id=record.run_id,
@@ -356,7 +367,35 @@ def _node_json(node: RunNodeView) -> Json:
         "steps_counted": node.steps_counted,
         "silent_seconds": node.silent_s,
         "step_seconds": node.step_s,
+        "slowdown": None if node.slowdown is None else round(node.slowdown, 3),
     }
+
+
+def slowdowns_of(published: Mapping[str, object]) -> dict[str, float]:
+    """Return by agent how many times as long its slowest rank worked as those of its role.
+
+    A role of fewer than `GROUP_MIN` ranks is left out: of two nobody can say which is slow.
+    """
+    agents: dict[int, str] = {}
+    roles: dict[int, dict[int, StepSummary]] = {}
+    for agent, body in published.items():
+        ranks = body.get("ranks") if isinstance(body, Mapping) else None
+        for rank, about in ranks.items() if isinstance(ranks, Mapping) else ():
+            with suppress(ValueError, TypeError, KeyError):
+                summary, number = unpack_summary(about["steps"]), int(rank)
+                roles.setdefault(summary.role, {})[number] = summary
+                agents[number] = agent
+    found: dict[str, float] = {}
+    for peers in roles.values():
+        times: dict[int, list[float]] = {}
+        for own_s in own_by_step(peers).values():
+            for rank, seconds in own_s.items():
+                times.setdefault(rank, []).append(seconds)
+        own = {rank: median(each) for rank, each in times.items()}
+        for rank, seconds in own.items() if len(own) >= GROUP_MIN else ():
+            ratio = seconds / median(own.values())
+            found[agents[rank]] = max(found.get(agents[rank], 0.0), ratio)
+    return found
 
 
 def checkpoint_of(value: object) -> CheckpointView | None:

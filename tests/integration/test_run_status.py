@@ -116,6 +116,7 @@ def test_the_board_is_asked_where_the_folder_says_it_is(call, board, tmp_path):
         "steps_counted": None,
         "silent_seconds": 0.5,
         "step_seconds": 0.25,
+        "slowdown": None,
     }
     assert body["notes"] == []
 

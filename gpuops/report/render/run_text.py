@@ -390,7 +390,9 @@ def _copies(checkpoint: CheckpointView) -> str:
 
 def _node_lines(nodes: Sequence[RunNodeView], silent_s: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("node", "node rank", "ranks", "step", "heartbeat", "agent"):
+    has_slowdown = any(node.slowdown is not None for node in nodes)
+    last = ("agent", "own time") if has_slowdown else ("agent",)
+    for name in ("node", "node rank", "ranks", "step", "heartbeat", *last):
         table.add_column(name, justify="left", no_wrap=True)
     for node in nodes[:NODES_MAX]:
         table.add_row(
@@ -400,6 +402,7 @@ def _node_lines(nodes: Sequence[RunNodeView], silent_s: dict[str, float]) -> Tab
             _step_text(node),
             "-" if node.silent_s is None else f"{format_seconds(node.silent_s)} ago",
             _agent_text(silent_s.get(node.node)),
+            *(["-" if node.slowdown is None else f"{node.slowdown:.2f}x"] if has_slowdown else ()),
         )
     if len(nodes) > NODES_MAX:
         table.add_row(f"and {len(nodes) - NODES_MAX} more", "", "", "", "", "")

@@ -31,10 +31,19 @@ from gpuops.control.record import (
     RunPhase,
     pack,
 )
+from gpuops.detect.own_time import Measure, RankSteps
+from gpuops.detect.step_summary import pack_summary
 from gpuops.host.clock import FakeClock
 from gpuops.report.render.run_text import status_view
 from gpuops.report.run_status import find_run_folder, read_control_store, read_states
-from gpuops.report.run_view import RunNodeView, RunView, from_agent, from_files, from_store
+from gpuops.report.run_view import (
+    RunNodeView,
+    RunView,
+    from_agent,
+    from_files,
+    from_store,
+    slowdowns_of,
+)
 from gpuops.store.queries.run_queries import ExclusionRow
 from gpuops.units import NS_PER_S
 
@@ -132,6 +141,46 @@ def test_the_board_knows_seats_steps_spares_and_why():
     assert view.suspected == {"n2": "sums: slow"}, "who is left out is beyond doubt"
     assert "suspect     n2: sums: slow; a restart excludes it, if it can be spared" in text
     assert "decided     restart (worker-failed): a worker failed" in text
+
+
+def test_the_own_time_of_a_node_is_that_of_its_slowest_rank_beside_its_peers():
+    board = a_board(FakeClock())
+    keys = ControlKeys(run_id=read_control_store(board).run_id)
+
+    def publish(number, generation, **own_s):
+        ranks = {
+            rank[1:]: {"steps": pack_summary(steps_of(seconds))} for rank, seconds in own_s.items()
+        }
+        body = {"generation": generation, "published": {"ranks": ranks}}
+        board.put(keys.published("straggler", str(UUID(int=number))), pack(body))
+
+    publish(1, 1, r0=1.0, r1=1.01)
+    publish(2, 0, r4=9.0, r5=9.0)
+    view = read_control_store(board)
+    # An older generation says nothing of this one, and of two nobody can say which is slow.
+    assert [node.slowdown for node in view.nodes] == [None, None]
+    assert "own time" not in shown(view)
+
+    publish(2, 1, r4=1.0, r5=1.5)
+    view = read_control_store(board)
+    assert [node.slowdown for node in view.nodes] == [
+        pytest.approx(1.0, abs=0.02),
+        pytest.approx(1.5, abs=0.02),
+    ]
+    assert view.to_json()["nodes"][1]["slowdown"] == pytest.approx(1.5, abs=0.02)
+    assert "1.49x" in shown(view) or "1.50x" in shown(view)
+
+
+def steps_of(seconds):
+    own_s = dict.fromkeys(range(100, 116), seconds)
+    return RankSteps(role=3, measure=Measure.OWN, seconds=own_s, step_s=1.5)
+
+
+@pytest.mark.parametrize(
+    "body", [None, 7, {}, {"ranks": 7}, {"ranks": {"x": 7, "1": {"steps": "?"}, "2": {}}}]
+)
+def test_what_nobody_can_read_of_own_times_is_left_out(body):
+    assert slowdowns_of({"agent": body}) == {}
 
 
 def test_steps_that_are_only_counted_are_shown_as_that():

@@ -52,6 +52,15 @@ def last_calls(dump: RankDump) -> RankDump | None:
     return RankDump(rank=dump.rank, calls=tuple(kept), members=members)
 
 
+def pending_calls(dump: RankDump) -> list[CollectiveCall]:
+    """Return the first call of each group that the rank of *dump* has not completed."""
+    first: dict[str, CollectiveCall] = {}
+    for call in _split(dump.calls)[0]:
+        if not call.is_complete:
+            first.setdefault(call.group, call)
+    return list(first.values())
+
+
 def _split(calls: Iterable[CollectiveCall]) -> tuple[list[CollectiveCall], list[CollectiveCall]]:
     """Return the calls without which a verdict would be wrong, and those that add to it."""
     calls = sorted(calls, key=lambda call: call.number)

@@ -58,6 +58,7 @@ class RankEnd:
     gpu_uuid: str | None = None
     summary: str = ""
     log_path: str | None = None
+    place: str | None = None  # in the program, of a main thread that waits for other ranks
     collectives: RankDump | None = None  # the last ones; see `gpuops.detect.last_calls`
 
     def to_json(self) -> Json:
@@ -81,6 +82,7 @@ class RankEnd:
             gpu_uuid=fields.text(data.get("gpu_uuid")),
             summary=fields.text(data.get("summary"), TEXT_CHARS_MAX) or "",
             log_path=fields.text(data.get("log_path"), PATH_CHARS_MAX),
+            place=fields.text(data.get("place")),
             collectives=last_calls.from_json(data.get("collectives"), rank),
         )
 

@@ -109,6 +109,15 @@ def hang_signature(frames: Iterable[tuple[str, str]]) -> str | None:
     return f"{HANG_PREFIX}{PurePosixPath(file).name[:80]} in {function[:80]}"
 
 
+def waiting_place(frames: Iterable[tuple[str, str]]) -> str | None:
+    """Return where a thread waits by its *frames* (file, frame as text), the innermost first.
+
+    All frames of the user's own, which ranks in one place have in common; None without any.
+    """
+    own = [text for file, text in frames if not _INSTALLED.search(file)]
+    return " < ".join(own)[:SIGNATURE_CHARS_MAX] or None
+
+
 def is_weak(signature: str) -> bool:
     """Return whether *signature* is that of an exit code alone, or of a place without progress."""
     return signature.startswith((WEAK_PREFIX, HANG_PREFIX))

@@ -63,12 +63,13 @@ def test_a_rank_on_a_node_that_noticed_nothing_is_named_and_the_second_time_stop
         run.start()
         assert set(run.finish().values()) == {93}, run.said()
 
-    node = next(told["node"] for told in run.payloads("worker.exited") if told["rank"] == 1)
     assert run.rules() == ["restart", "software.same_step"]
-    for decision in run.decisions():
-        assert {report["failure_class"] for report in decision["reports"]} == {"hang.collective"}
+    incidents = [found for found in run.incidents() if found["authority"] == 3]
+    for decision, incident in zip(run.decisions(), incidents, strict=True):
+        reports = decision["reports"]
+        (node,) = [told["node"] for told in reports if told["ends"][0]["rank"] == 1]
+        assert {told["failure_class"] for told in reports} == {"hang.collective"}
         assert not decision["decision"]["exclude"]
-    for incident in (found for found in run.incidents() if found["authority"] == 3):
         assert incident["failure_class"] == "hang.deadlock"
         assert culprits(incident) == {("rank", "1"), ("node", node)}
         assert incident["title"] == f"rank 1 on {node} waits for a rank that waits for it"

@@ -16,6 +16,12 @@ _STATES = (
 )
 
 
+_WAITS = {
+    FailureClass.HANG_COLLECTIVE,
+    FailureClass.HANG_DEADLOCK,
+    FailureClass.COLLECTIVE_MISMATCH,
+}
+_ODD_PLACES_MAX = 8
 # What the ranks at fault do, by their collectives; with its class where the state does not say it.
 _BY_COLLECTIVES = {
     HangKind.ABSENT: (FailureClass.HANG_NO_PROGRESS, ""),
@@ -78,7 +84,7 @@ def diagnose_hang(reports: Sequence[NodeReport]) -> HangDiagnosis:
 
     A worker's state takes precedence, then the collectives that the ranks called, then the lowest
     step (of these, ranks outside a collective), then ranks outside a collective while others are in
-    one.
+    one. Where all ranks wait in what all have called, nobody is to blame, whatever its step.
     """
     hung = [(r.node, end) for r in reports if r.kind is ReportKind.HANG for end in r.ends]
     for failure_class, what in _STATES:
@@ -88,9 +94,10 @@ def diagnose_hang(reports: Sequence[NodeReport]) -> HangDiagnosis:
     collectives = _collectives_of(reports)
     return (
         _by_collectives(reports, collectives)
+        or _all_called(hung, collectives)
         or _slowest_ranks(reports, hung)
         or _outside_collective(hung)
-        or _without_culprit(reports, collectives)
+        or _without_culprit(reports, hung)
     )
 
 
@@ -103,7 +110,7 @@ def _collectives_of(reports: Sequence[NodeReport]) -> CollectiveHang:
 
 def _by_collectives(reports: Sequence[NodeReport], found: CollectiveHang) -> HangDiagnosis | None:
     ends = [(r.node, end) for r in reports for end in r.ends]
-    waiting = {e.rank for _, e in ends if e.failure_class is FailureClass.HANG_COLLECTIVE}
+    waiting = {end.rank for _, end in ends if end.failure_class in _WAITS}
     fault = ranks_at_fault(found, waiting)
     if fault is None:
         return None
@@ -115,6 +122,14 @@ def _by_collectives(reports: Sequence[NodeReport], found: CollectiveHang) -> Han
     unknown = ranks_text(found.without_dump)
     how = f"{fault.how}; no collectives are known of rank {unknown}" if unknown else fault.how
     return _with_culprits(fault.failure_class, culprits, how)
+
+
+def _all_called(hung: Sequence[tuple[str, RankEnd]], found: CollectiveHang) -> HangDiagnosis | None:
+    is_known = found.kind is HangKind.ALL_IN and not found.without_dump
+    if not is_known or any(end.failure_class not in _WAITS for _, end in hung):
+        return None
+    how = f"{found.how}: the network, or a GPU"
+    return HangDiagnosis(failure_class=FailureClass.HANG_COLLECTIVE, how=how)
 
 
 def _slowest_ranks(
@@ -145,17 +160,36 @@ def _outside_collective(hung: Sequence[tuple[str, RankEnd]]) -> HangDiagnosis | 
     return _with_culprits(FailureClass.HANG_NO_PROGRESS, found, how)
 
 
-def _without_culprit(reports: Sequence[NodeReport], found: CollectiveHang) -> HangDiagnosis:
+def _without_culprit(
+    reports: Sequence[NodeReport], hung: Sequence[tuple[str, RankEnd]]
+) -> HangDiagnosis:
     """Return the first hang as its agent described it: no culprit is known."""
     first = next(report for report in reports if report.kind is ReportKind.HANG)
     if first.failure_class.category == "hang" and first.culprits:
         return HangDiagnosis(failure_class=first.failure_class, how=first.how)
     if first.failure_class is FailureClass.HANG_NO_PROGRESS:
         return HangDiagnosis(failure_class=first.failure_class, how=first.how)
-    how = "every rank waits in a collective and none is behind"
-    if found.kind is HangKind.ALL_IN and not found.without_dump:
-        how = f"{found.how}: the network, or a GPU"
+    how = "; ".join(["every rank waits in a collective and none is behind", *_odd_places(hung)])
     return HangDiagnosis(failure_class=FailureClass.HANG_COLLECTIVE, how=how)
+
+
+def _odd_places(hung: Sequence[tuple[str, RankEnd]]) -> list[str]:
+    """Return where few ranks wait in the program while most wait in another place of it.
+
+    That blames nobody: one rank may send from another line than that in which others receive.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for _, end in hung:
+        if end.place is not None:
+            ranks_at.setdefault(end.place, []).append(end.rank)
+    most = max(map(len, ranks_at.values()), default=0)
+    odd = {place: ranks for place, ranks in ranks_at.items() if len(ranks) < most}
+    n_odd = sum(map(len, odd.values()))
+    if len(odd) + 1 != len(ranks_at) or not 0 < n_odd <= min(_ODD_PLACES_MAX, most - 1):
+        return []
+    (usual,) = ranks_at.keys() - odd.keys()
+    texts = [f"rank {ranks_text(ranks)} waits in {place}" for place, ranks in sorted(odd.items())]
+    return [*texts, f"the other {most} in {usual}"]
 
 
 def _with_culprits(

@@ -76,7 +76,7 @@ def test_collectives_come_after_states_and_before_steps_and_stacks(
     kind, states, awaited, ranks, failure_class
 ):
     collectives = CollectiveHang(kind=kind, ranks=awaited, why="", how="the calls")
-    found = blame(hang((0,) if ranks and awaited else ()), verdicts(*states), (), collectives)
+    found = blame(hang((0,)), verdicts(*states), (), collectives)
 
     assert (found.ranks, found.failure_class) == (ranks, failure_class)
     is_program = kind in {HangKind.DEADLOCK, HangKind.MISMATCH}

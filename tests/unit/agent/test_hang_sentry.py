@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.monitors import evidence_of, report_of
+from support.recorded_job import RecordedJob
 from support.runs import wait_until
 
 from gpuops.agent.elastic.exits import RankFiles
@@ -15,6 +16,7 @@ from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.hang.monitor import HOLD_S, HangMonitor
 from gpuops.agent.monitors.stacks import StackFrame, Stacks, ThreadStack
+from gpuops.convert.flight_recorder import read_dump
 from gpuops.host.clock import FakeClock
 from gpuops.host.process.inspect import ProcessDetails
 from gpuops.host.process.traffic import TrafficKind
@@ -37,6 +39,7 @@ class FakeReader:
         self.files = set()
         self.asked = []
         self.moved = {}  # by rank, an iterator over what its connections have received
+        self.dumps = {}  # of flight recorders, by rank
 
     def inspect(self, pid):
         self.blocked.wait()
@@ -47,7 +50,7 @@ class FakeReader:
         return {pid: next(self.moved[pid - 100]) for pid in pids if pid - 100 in self.moved}
 
     def collectives(self, targets, wait_s):
-        return {}
+        return {t.rank: self.dumps[t.rank] for t in targets if t.rank in self.dumps}
 
     def dump(self, targets, wait_s):
         self.asked += [target.rank for target in targets]
@@ -167,6 +170,24 @@ def test_a_hang_is_reported_once_with_the_rank_the_others_wait_for(tmp_path):
     (suspicion,) = node.sentry.poll()
     assert (suspicion.value, suspicion.threshold, suspicion.source) == (12.0, "10 s (step)", "hang")
     assert node.silence(100) == report, "it is judged once"
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_reported_with_their_calls(tmp_path):
+    groups = {"a": [0, 1], "b": [0, 1]}
+    programs = {0: [("a", "all_reduce"), ("b", "barrier")], 1: [("b", "barrier")]}
+    reader = FakeReader(r0=("S", WAITS), r1=("S", WAITS))
+    job = RecordedJob(groups, programs).play()
+    reader.dumps = {rank: read_dump(job.dump(rank)) for rank in (0, 1)}
+    node = Node(tmp_path, reader).steps(8)
+    report = node.silence(11) or node.report()
+
+    assert (report.failure_class, report.side) == (FailureClass.HANG_DEADLOCK, Side.USER)
+    assert report.culprits == (Entity(EntityKind.RANK, "0"), Entity(EntityKind.RANK, "1"))
+    assert "rank 1 waits in barrier(1024 Float), call 1 of group b" in report.how
+    assert [end.collectives.rank for end in report.ends] == [0, 1]
+    assert NodeReport.from_json(report.to_json()) == report
+    of_first, _ = evidence_of(node.sentry, node.clock, 5.0)
+    assert "; pending is all_reduce(1024 Float), call 1 of group a" in of_first.text
 
 
 @pytest.mark.parametrize(

@@ -207,14 +207,62 @@ def test_of_ranks_that_did_not_come_those_that_stand_elsewhere_are_named():
     assert "ranks 9,14 have not called" in root.report.how
 
 
-def test_where_all_called_what_is_pending_it_is_the_network_or_a_gpu():
-    root = find_root(nodes(mismatched(), n_ranks=2))
+@pytest.mark.parametrize("step", [57, 56])
+def test_where_all_called_what_is_pending_it_is_the_network_or_a_gpu(step):
+    """A rank that counts fewer steps is not behind: it waits where the others wait."""
+    first, *others = mismatched()
+    reports = [hang("n0", end(first, step=step)), hang("n1", *map(end, others), arrival=1)]
+    root = find_root(reports)
 
     assert (root.ends, root.report.failure_class) == ((), FailureClass.HANG_COLLECTIVE)
     assert root.report.how == (
         "all ranks called all_reduce(1024 Float), call 4 of group 0 (all ranks), and none"
         " completed it: the network, or a GPU"
     )
+
+
+def places(**ranks_at):
+    """Return the report of ranks without a flight recorder, which wait in these places."""
+    ends = [
+        rank_end(
+            rank,
+            role=Role.SYMPTOM,
+            failure_class=FailureClass.HANG_COLLECTIVE,
+            signal=None,
+            place=f"{place} (/job/train.py:{len(place)})",
+        )
+        for place, ranks in ranks_at.items()
+        for rank in ranks
+    ]
+    return [hang("n0", *ends[:64]), hang("n1", *ends[64:], arrival=1)]
+
+
+def test_without_a_flight_recorder_it_is_told_which_few_ranks_wait_elsewhere_in_the_program():
+    root = find_root(places(step=range(100), save=[100, 101], evaluate=[102]))
+
+    assert (root.ends, root.report.failure_class) == ((), FailureClass.HANG_COLLECTIVE)
+    assert root.report.how == (
+        "every rank waits in a collective and none is behind;"
+        " rank 102 waits in evaluate (/job/train.py:8);"
+        " rank 100-101 waits in save (/job/train.py:4); the other 100 in step (/job/train.py:4)"
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks_at",
+    [
+        {"step": range(100)},
+        {"step": range(20), "save": range(20, 40)},
+        {"step": range(100), "save": range(100, 109)},
+        {"step": [0], "save": [1]},
+        {"step": [0, 1], "save": [2], "evaluate": [3]},
+    ],
+    ids=["one place", "halves", "many", "two ranks", "no majority"],
+)
+def test_places_without_a_clear_majority_are_not_told(ranks_at):
+    how = find_root(places(**ranks_at)).report.how
+
+    assert how == "every rank waits in a collective and none is behind"
 
 
 def test_ranks_of_which_nothing_is_known_are_named_as_such():

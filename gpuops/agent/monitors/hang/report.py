@@ -8,13 +8,13 @@ from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.evidence import RankFacts
 from gpuops.agent.monitors.hang.judge import HangFinding
 from gpuops.agent.monitors.rank_state import RankDiagnosis, RankState
-from gpuops.detect.last_calls import last_calls
+from gpuops.detect.last_calls import last_calls, pending_calls
 from gpuops.detect.recorder_dump import RankDump
 from gpuops.detect.wait_graph import CollectiveHang, HangKind
 from gpuops.incident.decision import RankEnd, ReportKind
 from gpuops.incident.evidence import format_ranks
 from gpuops.incident.incidents.hang import ranks_at_fault, side_of
-from gpuops.incident.signature import hang_signature
+from gpuops.incident.signature import hang_signature, waiting_place
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel
 from gpuops.log import printable
 from gpuops.model import Confidence, Entity, EntityKind, Evidence, FailureClass, Role, Side
@@ -30,6 +30,7 @@ _DECISIVE = (
 )
 _NOTHING_PENDING = CollectiveHang(kind=HangKind.NOTHING, why="no dump is there")
 FRAMES_SHOWN = 20
+_PENDING_SHOWN = 2
 LINE_CHARS = 400
 
 
@@ -72,7 +73,7 @@ def blame(
             return HangCulprits(ranks, failure_class, side, confidence, how)
     return (
         _by_collectives(collectives, diagnoses)
-        or _by_progress(hang, diagnoses)
+        or _by_progress(hang, diagnoses, all_called=collectives.kind is HangKind.ALL_IN)
         or _by_absence(finished)
     )
 
@@ -91,9 +92,12 @@ def _by_collectives(
     return HangCulprits(named, fault.failure_class, side, Confidence.PROBABLE, how, fault.what)
 
 
-def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> HangCulprits | None:
+def _by_progress(
+    hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis], *, all_called: bool
+) -> HangCulprits | None:
     """Blame the ranks that are behind; else those that are not in a collective.
 
+    *all_called*: all ranks here called what is pending, so that none is behind by waiting there.
     Nobody where no rank has made a step and none waits for another: each stands in its own start.
     """
     elsewhere = _in_state(diagnoses, RankState.IN_USER_CODE)
@@ -103,7 +107,11 @@ def _by_progress(hang: HangFinding, diagnoses: Mapping[int, RankDiagnosis]) -> H
         how = f"none has made a step or waits for another, each is in its own start (one {how})"
         failure_class = FailureClass.HANG_NO_PROGRESS
         return HangCulprits((), failure_class, Side.AMBIGUOUS, Confidence.SYMPTOM_ONLY, how)
-    behind = [rank for rank in hang.lagging if rank in diagnoses]
+    behind = [
+        rank
+        for rank in hang.lagging
+        if rank in diagnoses and not (all_called and diagnoses[rank].state.waits_for_others)
+    ]
     # A rank that waits in a collective is behind because another rank never joined it.
     named = [rank for rank in behind if rank in elsewhere] or elsewhere or behind
     if not named:
@@ -209,8 +217,16 @@ def _end(
         step=view.steps.get(worker.rank),
         summary=_clean(f"rank {worker.rank} {silent if is_blamed else ''}{does}"),
         log_path=None if log_path is None else str(log_path),
+        place=_place(diagnosis),
         collectives=None if dump is None else last_calls(dump),
     )
+
+
+def _place(diagnosis: RankDiagnosis) -> str | None:
+    if not diagnosis.state.waits_for_others:
+        return None
+    place = waiting_place((frame.file, str(frame)) for frame in diagnosis.frames)
+    return None if place is None else _clean(place)
 
 
 def _signature(diagnosis: RankDiagnosis) -> str | None:
@@ -238,6 +254,9 @@ def _of_rank(
     where = "no step known" if step is None else f"last step {step}"
     silent = f", silent for {view.silences_s[rank]:.0f} s" if rank in view.silences_s else ""
     text = f"rank {rank} (pid {facts.target.pid}; {where}{silent}) {diagnosis.how}"
+    calls = () if facts.dump is None else pending_calls(facts.dump)
+    for call in calls[:_PENDING_SHOWN]:
+        text += f"; pending is {call}, call {call.number} of group {call.group}"
     if facts.recorder_path is not None:
         text += f"; torch's flight recorder left {facts.recorder_path}"
     if facts.recorder_kept is not None:

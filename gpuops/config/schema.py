@@ -57,10 +57,14 @@ def to_size(value: object) -> int:
 
 def to_count(value: object) -> int | None:
     """Return *value*, a number from 0 to 1024."""
+    return _whole(value, 0, 1024, "a number from 0 to 1024")
+
+
+def _whole(value: object, first: int, last: int, expected: str) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1024:
-        raise ValueError("expected a number from 0 to 1024")
+    if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
+        raise ValueError(f"expected {expected}")
     return value
 
 
@@ -69,11 +73,7 @@ DAYS_MAX = 36_500
 
 def to_days(value: object) -> int:
     """Return *value*, a number of days; 0: for ever."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= DAYS_MAX:
-        raise ValueError(f"expected a number of days from 0 (for ever) to {DAYS_MAX}")
-    return value
+    return _whole(value, 0, DAYS_MAX, f"a number of days from 0 (for ever) to {DAYS_MAX}")
 
 
 def to_bool(value: object) -> bool:
@@ -88,19 +88,12 @@ def to_bool(value: object) -> bool:
 
 def to_positive(value: object) -> int:
     """Return *value*, a number from 1 to 1024."""
-    count = to_count(value)
-    if not count:
-        raise ValueError("expected a number from 1 to 1024")
-    return count
+    return _whole(value, 1, 1024, "a number from 1 to 1024")
 
 
 def to_node_count(value: object) -> int:
     """Return *value*, a number of nodes from 1 to `NODES_MAX`."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= NODES_MAX:
-        raise ValueError(f"expected a number of nodes from 1 to {NODES_MAX}")
-    return value
+    return _whole(value, 1, NODES_MAX, f"a number of nodes from 1 to {NODES_MAX}")
 
 
 def seconds_up_to(max_s: float) -> Callable[[object], float]:
@@ -179,6 +172,11 @@ def parse_hang_timeout(text: str) -> float | None:
     if text == "auto":
         return None
     return 0.0 if text == "off" else _parse_seconds(text, ", auto or off")
+
+
+def parse_slow_after(text: str) -> float:
+    """Return for how many seconds a rank must be slower than its peers; 0: never looked at."""
+    return 0.0 if text == "off" else _parse_seconds(text, " or off")
 
 
 def parse_switch(text: str) -> bool:
@@ -319,13 +317,8 @@ def _run_setting(
     default: str | None,
     help: str,  # noqa: A002 the field's name
 ) -> Setting:
-    return Setting(
-        f"run.{name}",
-        f"GPUOPS_{name.upper()}",
-        _validated_text(parser),
-        lambda _env, _root: default,
-        help,
-    )
+    env = f"GPUOPS_{name.upper()}"
+    return Setting(f"run.{name}", env, _validated_text(parser), lambda _env, _root: default, help)
 
 
 def _checkpoint_setting(
@@ -368,6 +361,12 @@ RUN_SETTINGS = (
         parse_hang_timeout,
         "auto",
         "time without a step that counts as a hang: auto (learned from the job), seconds, off",
+    ),
+    _run_setting(
+        "slow_after",
+        parse_slow_after,
+        "60",
+        "how long a rank must be slower than its peers to be reported: seconds, off",
     ),
     _run_setting(
         "health_gate", parse_switch, "on", "check a node before it joins and after each failure"

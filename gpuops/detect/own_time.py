@@ -52,9 +52,9 @@ class Measure(IntEnum):
 class StepSpan:
     """A step of one rank by its heartbeats, from the end of the one before; 0: not known."""
 
-    step: int
     start_ns: int
-    end_ns: int
+    step: int = 0
+    end_ns: int = 0
     data_s: float = 0.0
     optimizer_s: float = 0.0
     tokens: int = 0
@@ -94,21 +94,31 @@ def step_spans(beats: Iterable[Beat]) -> list[StepSpan]:
     """
     found: list[StepSpan] = []
     last: Beat | None = None  # the end of a step; None after another phase
-    calls = -1
+    calls, data_us, optimizer_us, tokens = -1, 0, 0, 0
     for beat in beats:
-        if beat.phase is not WorkerPhase.STEPPING:
-            last = None
-            continue
-        is_report = beat.optimizer_calls == calls
+        data_us, optimizer_us = data_us + beat.data_us, optimizer_us + beat.optimizer_us
+        tokens += beat.tokens
+        is_step = beat.phase is WorkerPhase.STEPPING
+        is_report = is_step and beat.optimizer_calls == calls > 0
         calls = beat.optimizer_calls
-        if is_report and beat.optimizer_calls:
+        if is_report:
             continue
-        step = _number(beat)
-        if last is not None and found and found[-1].step == step:
-            found[-1] = _span(found[-1], beat)
-        elif last is not None and step == _number(last) + 1:
-            found.append(_span(None, beat, last))
-        last = beat
+        if last is not None and is_step and _number(beat) - _number(last) in (0, 1):
+            is_same = bool(found) and found[-1].step == _number(beat)
+            before = found.pop() if is_same else StepSpan(start_ns=last.mono_ns)
+            if is_same or _number(beat) > _number(last):
+                found.append(
+                    StepSpan(
+                        step=_number(beat),
+                        start_ns=before.start_ns,
+                        end_ns=beat.mono_ns,
+                        data_s=before.data_s + data_us / 1e6,
+                        optimizer_s=before.optimizer_s + optimizer_us / 1e6,
+                        tokens=before.tokens + tokens,
+                    )
+                )
+        data_us = optimizer_us = tokens = 0
+        last = beat if is_step else None
     return found
 
 
@@ -116,11 +126,6 @@ def _number(beat: Beat) -> int:
     if beat.step != STEP_UNKNOWN:
         return beat.step
     return beat.optimizer_calls if beat.counted is None else beat.counted
-
-
-def _span(begun: StepSpan | None, beat: Beat, last: Beat | None = None) -> StepSpan:
-    start_ns = begun.start_ns if begun is not None else last.mono_ns if last is not None else 0
-    return StepSpan(step=_number(beat), start_ns=start_ns, end_ns=beat.mono_ns)
 
 
 @dataclass(slots=True)

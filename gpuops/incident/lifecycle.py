@@ -25,6 +25,11 @@ def about_suspect(node: str) -> str:
     return f"doubt {node}"
 
 
+def about_note(entity_id: str) -> str:
+    """Return what the incident is about of what is suspected of a rank, but of no node."""
+    return f"slow {entity_id}"
+
+
 def about_replicas(ranks: str, epoch: int, step: int) -> str:
     """Return what the incident is about of *ranks* whose replicas differ from a state on."""
     return f"replicas {ranks}/{epoch}.{step}"

@@ -12,7 +12,7 @@ from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
 from gpuops.incident.incidents.damaged_state import incident_from_damage
 from gpuops.incident.incidents.replicas import ReplicaMismatch, incident_from_replicas
-from gpuops.incident.lifecycle import close, with_action
+from gpuops.incident.lifecycle import about_suspect, close, with_action
 from gpuops.model import ActionKind, Entity, EntityKind, Evidence, Incident, Json, Role, Severity
 from gpuops.units import NS_PER_S
 
@@ -88,10 +88,15 @@ class EventJournal:
         )
 
     @locked
+    def noted(self, incident: Incident) -> None:
+        """Record an *incident* that has no consequence for a node."""
+        self._emit_event(of_incident(incident, Severity.WARNING))
+
+    @locked
     def excluded(self, reason: str, at_us: int) -> None:
         """Record that this node is excluded from the run since *at_us*."""
         drafts = [exclusion(self._node, reason, self._attempt)]
-        if self._suspicion is not None:
+        if self._suspicion is not None and self._suspicion.about == about_suspect(self._node):
             incident = with_action(self._suspicion, ActionKind.EXCLUDE_NODE)
             why = f"{self._node} was excluded from the run"
             drafts.append(of_incident(close(incident, at_us=at_us, lost_s={}, resolution=why)))

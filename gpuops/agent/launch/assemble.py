@@ -163,7 +163,12 @@ def assemble(
         gpu_uuids=lambda: gpus.rank_gpus(range(me.n_workers)),
         job_xids=gpus.job_xids,
         worker_env=lambda folder: {
-            **collective_env(launch.env, folder, hang_timeout_s=plan.hang_timeout_s),
+            **collective_env(
+                launch.env,
+                folder,
+                hang_timeout_s=plan.hang_timeout_s,
+                are_timed=plan.slow_after_s > 0,
+            ),
             **failures.env(),
         },
     )
@@ -231,6 +236,7 @@ def _monitors(launch: LaunchContext, context: NodeContext, settings: Settings) -
             site_dir=settings.site_dir,
             hang_timeout_s=launch.request.plan.hang_timeout_s,
             records_steps=launch.request.plan.records_steps,
+            slow_after_s=launch.request.plan.slow_after_s,
         )
     )
 

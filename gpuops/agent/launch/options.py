@@ -94,7 +94,7 @@ OUR_OPTIONS = (
     *("spares", "min_nodes", "node_unit", "max_restarts", "on_exhausted", "hang_timeout"),
     *("health_gate", "grow_after", "drain_grace", "http", "restart_exit_codes", "decide"),
     *("token_file", "insecure", "ckpt", "ckpt_dir", "ckpt_domain", "ckpt_replicas"),
-    *("preflight", "record_steps"),
+    *("preflight", "record_steps", "slow_after"),
 )
 
 
@@ -294,6 +294,12 @@ def _add_health(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout",
         metavar="auto|S|off",
         help="So long without a step is a hang; default: auto, learned from the job.",
+    )
+    _both(
+        group,
+        "--slow-after",
+        metavar="S|off",
+        help="A rank that is slower than its peers for so long is reported; default: 60 s.",
     )
     _both(
         group,

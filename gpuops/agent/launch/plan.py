@@ -74,6 +74,7 @@ class LaunchPlan:
     order: int | None = None
     spares: int = 0
     hang_timeout_s: float | None = None
+    slow_after_s: float = 60.0  # 0: nobody looks for slow ranks
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
     first_call_s: float = 30.0  # of the first start, as torchrun's: nodes start at different times

@@ -97,6 +97,7 @@ def _plan(
         endpoint=endpoint.meeting(""),
         order=endpoint.order,
         hang_timeout_s=read(options["hang_timeout"], schema.parse_hang_timeout),
+        slow_after_s=read(options["slow_after"], schema.parse_slow_after),
         gate=read(options["health_gate"], schema.parse_switch),
         preflight=read(options["preflight"], schema.parse_preflight),
         records_steps=read(options["record_steps"], schema.parse_switch),

@@ -39,9 +39,11 @@ def collective_env(
     *,
     torch_version: str = "",
     hang_timeout_s: float | None = None,
+    are_timed: bool = False,
 ) -> dict[str, str]:
     """Return what is to be added to *env* of the workers; nothing that is there is changed.
 
+    *are_timed*: NCCL times its collectives, by which a slow rank is told from those that wait.
     Dumps of the flight recorder go to *folder*, which is there: one file a rank, its number last.
     """
     wanted = {
@@ -49,6 +51,8 @@ def collective_env(
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         HEARTBEAT: f"{heartbeat_s(env, hang_timeout_s):.0f}",
     }
+    if are_timed:
+        wanted["TORCH_NCCL_ENABLE_TIMING"] = "1"
     is_old = torch_version.startswith("2.8.")
     # Where both names are set, the newer one wins: an older one that somebody set must stay alone.
     if not any(name in env for name in _SIZES):

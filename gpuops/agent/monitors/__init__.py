@@ -8,6 +8,7 @@ leader. `gpuops.incident.suspicion` decides by failure class and level which sus
 * `registry`: the list of monitors, and the group that calls all of them.
 * `hang`: no step within the learned time limit, and which ranks block the others.
 * `gpu`, `gpu_events`: Xid errors of the job's GPUs, and which rank uses which GPU.
+* `straggler`: which rank is slower than those that do the same, and why.
 * `plugins`, `plugin_process`: detectors of a site (entry points ``gpuops.detectors``), each in a
   separate process, so that a plug-in can block or crash without harm.
 * `progress`: steps and saves of the ranks, from their heartbeat rings.

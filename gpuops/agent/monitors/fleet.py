@@ -17,9 +17,9 @@ from gpuops.control.record import ENTRY_ERRORS, ControlRecord, Roster, RunPhase,
 from gpuops.control.store import ControlStoreError, Entry
 from gpuops.host.clock import Clock
 from gpuops.incident.decision import NodeReport
-from gpuops.incident.incidents.cluster import suspect_incident
+from gpuops.incident.incidents.cluster import note_incident, suspect_incident
 from gpuops.incident.suspicion import Suspicion, SuspicionLevel, reports_of, suspect_report
-from gpuops.model import Json
+from gpuops.model import Confidence, Entity, Json
 from gpuops.units import NS_PER_S
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,18 @@ class SuspectReporter:
         self._session = session
         self._warn = warn
         self._retry_ns = 0
+        self._noted: set[Entity] = set()
 
     def report_new(self, suspicions: Iterable[Suspicion]) -> None:
-        """Write a suspicion of a node that is not suspected yet into the control record."""
+        """Write a suspicion of a node that is not suspected yet into the control record.
+
+        A note that is sure enough to be `Confidence.PROBABLE` is an incident, once for each entity.
+        """
         record, now_ns = self._control.record, self._clock.mono_ns()
+        suspicions = tuple(suspicions)
+        for note in (s for s in suspicions if _is_incident(s) and s.entity not in self._noted):
+            self._noted.add(note.entity)
+            self._note(note)
         suspects = (s for s in suspicions if s.level is SuspicionLevel.SUSPECT)
         suspect = next(
             (s for s in suspects if s.node is not None and s.node not in record.suspected), None
@@ -75,6 +83,18 @@ class SuspectReporter:
         run_id, now_us = session.identity.run_id, self._clock.now_us()
         incident = suspect_incident(report, run_id=run_id, now_us=now_us)
         session.safely("recording a suspicion", lambda: journal.suspected(report, incident))
+
+    def _note(self, note: Suspicion) -> None:
+        session, journal = self._session, self._session.journal
+        self._warn(f"{note.why} (no node is suspected)")
+        incident = note_incident(note, run_id=session.identity.run_id, now_us=self._clock.now_us())
+        session.safely("recording a note", lambda: journal.noted(incident))
+
+
+def _is_incident(suspicion: Suspicion) -> bool:
+    is_note = suspicion.level is SuspicionLevel.NOTE and suspicion.node is None
+    is_slow = suspicion.failure_class.category == "straggler"
+    return is_note and is_slow and suspicion.confidence is Confidence.PROBABLE
 
 
 class FleetJudge(LeaderExtension):

@@ -18,6 +18,9 @@ from gpuops.agent.monitors.gpu import open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
 from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.agent.monitors.step_recorder import StepRecorder
+from gpuops.agent.monitors.straggler.fleet import StragglerFleetMonitor
+from gpuops.agent.monitors.straggler.monitor import StragglerMonitor
+from gpuops.agent.monitors.straggler.signs import HostSigns
 from gpuops.control.client import ControlClient
 from gpuops.control.record import pack
 from gpuops.control.store import ControlStoreError
@@ -36,7 +39,10 @@ Safely = Callable[[str, Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorContext:
-    """The inputs of the monitors. ``hang_timeout_s`` None: learned from the job; 0: off."""
+    """The inputs of the monitors. ``hang_timeout_s`` None: learned from the job; 0: off.
+
+    ``slow_after_s``: for how long a rank must be slow; 0: off.
+    """
 
     clock: Clock
     node: str
@@ -45,6 +51,7 @@ class MonitorContext:
     site_dir: Path | None
     hang_timeout_s: float | None
     records_steps: bool = False
+    slow_after_s: float = 0.0
 
 
 class MonitorRegistry:
@@ -55,10 +62,15 @@ class MonitorRegistry:
         self.gpu = open_gpu_monitor(
             context.env, context.clock, root=context.root, site_dir=context.site_dir
         )
-        self.all: tuple[Monitor, ...] = (self.hang, self.gpu, open_detectors(context.env))
+        slow = StragglerMonitor(
+            context.clock, context.slow_after_s, self.gpu.rank_gpus, HostSigns(context.root)
+        )
+        self.all: tuple[Monitor, ...] = (self.hang, self.gpu, slow, open_detectors(context.env))
         if context.records_steps:
             self.all = (*self.all, StepRecorder(context.clock))
-        self.fleet: tuple[FleetMonitor, ...] = ()  # on the leader
+        self.fleet: tuple[FleetMonitor, ...] = (  # on the leader
+            StragglerFleetMonitor(context.slow_after_s),
+        )
 
 
 class MonitorGroup:

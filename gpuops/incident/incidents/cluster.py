@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from gpuops.incident.correlate import limited_list
 from gpuops.incident.decision import NodeReport, RankEnd, ReportKind, RestartDecision, RunAction
-from gpuops.incident.lifecycle import about_gate, about_suspect, incident_id
+from gpuops.incident.lifecycle import about_gate, about_note, about_suspect, incident_id
+from gpuops.incident.suspicion import Suspicion
 from gpuops.model import (
     ActionKind,
     Confidence,
@@ -197,23 +198,56 @@ def suspect_incident(report: NodeReport, *, run_id: str, now_us: int) -> Inciden
 
     It is closed for the run once the node is excluded.
     """
-    description = scrub(report.how)
-    root = Entity(EntityKind.NODE, report.node)
-    about = about_suspect(report.node)
+    root, text = Entity(EntityKind.NODE, report.node), scrub(report.how)
+    return _of_suspicion(
+        about_suspect(report.node),
+        report,
+        _culprits(report),
+        title=f"{report.node} is suspected: {text}",
+        evidence=Evidence(role=Role.ROOT, text=text, entity=root),
+        run_id=run_id,
+        now_us=now_us,
+    )
+
+
+def note_incident(suspicion: Suspicion, *, run_id: str, now_us: int) -> Incident:
+    """Return the open incident of a *suspicion* that has no consequence for a node."""
+    text = scrub(suspicion.why)
+    return _of_suspicion(
+        about_note(suspicion.entity.id),
+        suspicion,
+        suspicion.culprits,
+        title=text,
+        evidence=Evidence(role=Role.ROOT, text=text, entity=suspicion.entity),
+        run_id=run_id,
+        now_us=now_us,
+    )
+
+
+def _of_suspicion(  # noqa: PLR0913 all that is known of it
+    about: str,
+    cause: NodeReport | Suspicion,
+    culprits: tuple[Entity, ...],
+    *,
+    title: str,
+    evidence: Evidence,
+    run_id: str,
+    now_us: int,
+) -> Incident:
     return Incident(
         id=run_incident_id(run_id, about),
         about=about,
-        failure_class=report.failure_class,
-        side=report.side,
-        confidence=report.confidence,
+        failure_class=cause.failure_class,
+        side=cause.side,
+        confidence=cause.confidence,
         state=IncidentState.OPEN,
-        title=f"{report.node} is suspected: {description}"[:TITLE_CHARS_MAX],
+        title=title[:TITLE_CHARS_MAX],
         first_us=now_us,
         detected_us=now_us,
         run_id=run_id,
-        culprits=_culprits(report),
-        culprit_how=f"{description}; no workers were ended",
-        evidence=(Evidence(role=Role.ROOT, text=description, entity=root),),
+        culprits=culprits,
+        culprit_how=f"{evidence.text}; no workers were ended",
+        evidence=(evidence,),
         authority=AUTHORITY_LOCAL,
     )
 

@@ -49,6 +49,14 @@ def test_torch_is_told_to_dump_into_the_folder():
     }
 
 
+def test_nccl_times_its_collectives_where_slow_ranks_are_looked_for():
+    name = "TORCH_NCCL_ENABLE_TIMING"
+
+    assert collective_env({}, Path("/runs"), are_timed=True)[name] == "1"
+    assert name not in collective_env({}, Path("/runs"))
+    assert name not in collective_env({name: "0"}, Path("/runs"), are_timed=True)
+
+
 def test_an_older_torch_knows_older_names():
     env = collective_env({}, Path("/runs/g0"), torch_version="2.8.0")
 

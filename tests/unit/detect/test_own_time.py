@@ -304,3 +304,19 @@ def test_without_a_step_the_calls_of_the_optimizer_are_counted():
     ]
 
     assert spans_of(beats) == [(4, 10), (5, 10)]
+
+
+def test_a_step_has_the_times_and_tokens_of_all_its_beats():
+    beats = [
+        beat(5, 100, data_us=7, tokens=9),
+        beat(5, 120, calls=5, tokens=400),
+        beat(6, 150, data_us=20_000, optimizer_us=1000),
+        beat(6, 160, calls=7, optimizer_us=2000),
+        beat(7, 200, calls=8),
+    ]
+
+    sixth, seventh = step_spans(beats)
+
+    assert (sixth.step, sixth.end_ns, sixth.tokens) == (6, 160 * 10**6, 400)
+    assert (sixth.data_s, sixth.optimizer_s) == pytest.approx((0.02, 0.003))
+    assert (seventh.data_s, seventh.tokens) == (0.0, 0)

@@ -100,7 +100,7 @@ def from_json(data: object, rank: int) -> RankDump | None:
         body: Any = data
         if len(body["calls"]) > CALLS_MAX or len(body["members"]) > CALLS_MAX:
             return None
-        entries = [_entry(*row) for row in body["calls"]]
+        entries = [_entry(row) for row in body["calls"]]
         runs = {group: [_range(*run) for run in runs] for group, runs in body["members"].items()}
         if sum(len(run) for each in runs.values() for run in each) > _MEMBERS_MAX:
             return None
@@ -115,18 +115,9 @@ def _row(call: CollectiveCall) -> list[object]:
     return [*what, call.is_complete, call.is_p2p, call.peer, call.place]
 
 
-def _entry(  # noqa: PLR0913, PLR0917 a row, in its order
-    group: str,
-    number: int,
-    operation: str,
-    sizes: object,
-    dtypes: object,
-    is_complete: object,
-    is_p2p: object,
-    peer: int | None,
-    place: str,
-) -> Json:
+def _entry(row: Sequence[Any]) -> Json:
     """Return a row as an entry of a dump: one parser knows what such an entry may be."""
+    group, number, operation, sizes, dtypes, is_complete, is_p2p, peer, place = row
     file, _, line = place.rpartition(":")
     return {
         "process_group": [group],

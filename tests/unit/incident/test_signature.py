@@ -15,6 +15,7 @@ from gpuops.incident.signature import (
     is_weak,
     normalize,
     signature_of,
+    waiting_place,
 )
 
 
@@ -251,3 +252,15 @@ def test_a_hostile_message_costs_a_bounded_time(part):
 
     assert time.process_time() - begin < 5
     assert told is None or len(told) <= SIGNATURE_CHARS_MAX
+
+
+def test_the_place_of_a_waiting_thread_is_all_frames_of_the_users_own():
+    frames = [
+        ("/venv/site-packages/torch/distributed/distributed_c10d.py", "all_reduce (c10d.py:9)"),
+        ("/job/train.py", "step (train.py:40)"),
+        ("/job/train.py", "main (train.py:90)"),
+    ]
+
+    assert waiting_place(frames) == "step (train.py:40) < main (train.py:90)"
+    assert waiting_place(frames[:1]) is None
+    assert len(waiting_place(frames * 500)) == SIGNATURE_CHARS_MAX

@@ -1,15 +1,14 @@
 """``gpuops detect``: find what slows or stops a job, in what it recorded."""
 
 import csv
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
 
+from gpuops.cli.detect_trace import replay_traces, traces_in
 from gpuops.cli.lazy_group import LazyGroup
 from gpuops.cli.options import json_option
 from gpuops.convert.flight_recorder import BYTES_MAX, KEPT_ENDING, read_dump, read_dumps
@@ -22,20 +21,17 @@ from gpuops.detect.slow_rank import (
     SlowRankDetector,
 )
 from gpuops.detect.step_table import OwnTimes, TableWorker, own_times, share_saved
-from gpuops.detect.step_trace import StepTrace, read_trace
 from gpuops.detect.wait_graph import CollectiveHang, HangKind, diagnose, ranks_text
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
 from gpuops.host.records import to_json
 from gpuops.log import printable
-from gpuops.model import Json, envelope
+from gpuops.model import envelope
 
 _EXIT_CODES = {HangKind.NOTHING: EXIT_OK, HangKind.ALL_IN: EXIT_UNKNOWN}
 # torch ends the names of its dumps with the rank; an ending may follow.
 _RANK = re.compile(r"([0-9]{1,7})(?:\.[A-Za-z]+)?\Z")
 
 
-_TRACE = ".jsonl.gz"
-_LINE_BYTES_MAX = 2**16
 _LAZY = {
     "show": ("gpuops.cli.detect_show:show", "Show a run's step time, and what was detected when."),
 }
@@ -69,9 +65,9 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
     judged; 64 a mistake on the command line.
     """
     if len(paths) == 1 and paths[0].suffix == ".csv":
-        return _replay_slow({0: _read_table(paths[0])}, None, as_json=as_json)
-    if files := _traces_in(paths):
-        return _replay_traces(files, as_json=as_json)
+        return _replay_table(paths[0], as_json=as_json)
+    if traces := traces_in(paths):
+        return replay_traces(traces, as_json=as_json)
     dumps, damaged = _read(*_by_rank(paths))
     hang = diagnose(dumps, ranks)
     # Of those without a dump nobody knows whether something is pending.
@@ -87,93 +83,48 @@ def replay(paths: Sequence[Path], *, ranks: int | None, as_json: bool) -> int:
     return _EXIT_CODES.get(hang.kind, EXIT_FAIL) if is_judged else EXIT_UNKNOWN
 
 
-def _read_table(path: Path) -> OwnTimes:
+def _replay_table(path: Path, *, as_json: bool) -> int:
+    """Say which worker of the job in a table is slower than its peers."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return own_times(csv.DictReader(file))
+            own = own_times(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as exc:
         raise UsageError(f"cannot read the table {path}: {exc}") from exc
-
-
-def _traces_in(paths: Sequence[Path]) -> list[Path]:
-    """Return the traces of steps among *paths*, and in those that are folders."""
-    folders = [path for path in paths if path.is_dir()]
-    found = [path for path in paths if path.name.endswith(_TRACE)]
-    return found + sorted(file for folder in folders for file in folder.rglob(f"steps-*{_TRACE}"))
-
-
-def _replay_traces(files: Sequence[Path], *, as_json: bool) -> int:
-    traces: dict[int, StepTrace] = {}
-    for file in files:
-        try:
-            with gzip.open(file) as opened:
-                read_trace(_trace_lines(opened, file), traces)
-        except (OSError, ValueError, zlib.error) as exc:
-            raise UsageError(f"cannot read the trace {file}: {exc}") from exc
-    ranks = {rank for trace in traces.values() for rank in trace.ranks}
-    own = {generation: traces[generation].own_times() for generation in sorted(traces)}
-    return _replay_slow(own, ranks, as_json=as_json)
-
-
-def _trace_lines(opened: gzip.GzipFile, file: Path) -> Iterable[str]:
-    try:
-        while line := opened.readline(_LINE_BYTES_MAX):
-            yield line.decode()
-    except EOFError:
-        click.echo(f"gpuops: {printable(f'the end of {file} is cut off')}", err=True)
-
-
-def _replay_slow(
-    jobs: Mapping[int, OwnTimes], ranks: Iterable[int] | None, *, as_json: bool
-) -> int:
-    """Say which worker of each job, by its generation, is slower than its peers.
-
-    *ranks*: all of the job, also those without own times; None for a table.
-    """
-    slow: list[Json] = []
-    lines: list[str] = []
-    places, compared = {*(ranks or ())}, set[int]()
-    everybody: set[TableWorker] = set()
-    for generation, own in jobs.items():
-        workers = {worker for times in own.values() for worker in times}
-        detector = SlowRankDetector({worker: worker.stage for worker in workers})
-        first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
-        for step, times in own.items():
-            for item in detector.feed(times):
-                first.setdefault(item.rank, (step, item))
-        everybody |= workers
-        compared |= {worker.place for worker in workers if detector.is_compared(worker)}
-        of = {} if ranks is None else {"generation": generation}
-        slow += [{**of, **_slow_json(own, *named)} for named in first.values()]
-        name = f"generation {generation}: " if len(jobs) > 1 else ""
-        lines += [name + _slow_line(own, *named) for named in first.values()]
-    apart = sorted((places | {worker.place for worker in everybody}) - compared)
-    n_steps, is_judged = sum(map(len, jobs.values())), bool(everybody) and not apart
+    workers = {worker for times in own.values() for worker in times}
+    detector = SlowRankDetector({worker: worker.stage for worker in workers})
+    first: dict[TableWorker, tuple[int, SlowRank[TableWorker]]] = {}
+    for step, times in own.items():
+        for item in detector.feed(times):
+            first.setdefault(item.rank, (step, item))
+    apart = sorted({worker.stage for worker in workers if not detector.is_compared(worker)})
+    is_judged = bool(workers) and not apart
     if as_json:
-        body = {"steps": n_steps, "workers": len(everybody), "not_compared": apart, "slow": slow}
+        found = [_slow_json(own, *named) for named in first.values()]
+        body = {"steps": len(own), "workers": len(workers), "not_compared": apart, "slow": found}
         click.echo(json.dumps(envelope("gpuops.detect-slow/1", body), indent=2))
     else:
-        about = f"{n_steps} steps of {len(everybody)} workers"
+        lines = [_slow_line(own, *named) for named in first.values()]
+        about = f"{len(own)} steps of {len(workers)} workers"
         if not is_judged:
-            lines.append(_not_compared(apart, about, is_trace=ranks is not None))
-        elif not lines:
+            lines.append(_not_compared(apart, about))
+        elif not first:
             lines.append(f"nobody is slower than those that do the same work ({about})")
         click.echo("\n".join(lines))
-    return EXIT_FAIL if slow else EXIT_OK if is_judged else EXIT_UNKNOWN
+    return EXIT_FAIL if first else EXIT_OK if is_judged else EXIT_UNKNOWN
 
 
-def _not_compared(apart: Sequence[int], about: str, *, is_trace: bool) -> str:
-    which = f"{'rank' if is_trace else 'stage'} {ranks_text(apart)}" if apart else "no worker"
-    who = "ranks with the same work" if is_trace else "workers of a stage"
+def _not_compared(stages: Sequence[int], about: str) -> str:
+    which = f"stage {ranks_text(stages)}" if stages else "no worker"
     return (
-        f"{which} cannot be judged: {GROUP_MIN} {who} and {STEPS_MIN} steps in which"
+        f"{which} cannot be judged: {GROUP_MIN} workers of a stage and {STEPS_MIN} steps in which"
         f" they computed are needed, {NOISY_STEPS_MIN} where steps differ much (there are {about})"
     )
 
 
-def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> Json:
+def _slow_json(own: OwnTimes, step: int, item: SlowRank[TableWorker]) -> dict[str, object]:
     return {
-        **item.rank.to_json(),
+        "stage": item.rank.stage,
+        "dp_rank": item.rank.dp_rank,
         "ratio": round(item.ratio, 4),
         "n_peers": item.n_peers,
         "since_step": list(own)[item.since - 1],

@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpuops.model import Json
-
 ROWS_MAX = 20_000_000
 _COMPUTE = "-compute"
 _COLUMNS = ("dp_rank", "stage", "step", "optype", "duration")
@@ -23,15 +21,6 @@ class TableWorker(NamedTuple):
 
     stage: int
     dp_rank: int
-
-    @property
-    def place(self) -> int:
-        """Return what cannot be judged where nobody does the same work."""
-        return self.stage
-
-    def to_json(self) -> Json:
-        """Return what names it."""
-        return {"stage": self.stage, "dp_rank": self.dp_rank}
 
     def __str__(self) -> str:
         return f"stage {self.stage}, data-parallel rank {self.dp_rank}"

@@ -217,50 +217,60 @@ def test_a_file_that_is_no_such_table_is_refused(gpuops, tmp_path):
     assert "has no column 'dp_rank'" in err
 
 
-def trace_of(folder, factor, generations=1, node_ranks=((0, 1), (2, 3))):
-    """Write the traces of two nodes of 40 steps, of which rank 2 takes *factor* as long."""
-    for generation, ranks in itertools.product(range(generations), node_ranks):
+def trace_of(folder, factor, generations=1, node_ranks=((0, 1), (2, 3)), n_reads=2):
+    """Write the traces of two nodes that published *n_reads* times, rank 2 *factor* as slow."""
+    for generation, (node, ranks) in itertools.product(range(generations), enumerate(node_ranks)):
         path = folder / f"generation-{generation}" / f"steps-{ranks[0]}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [{"schema": SCHEMA, "generation": generation, "node": "n", "ranks": ranks}]
-        for first in (1, 21):
-            summaries = {
-                rank: pack_summary(
-                    RankSteps(
-                        role=3,
-                        measure=Measure.OWN,
-                        seconds={
-                            step: (factor if rank == 2 else 1.0)
-                            * (1 + (7 * step + rank) % 5 / 1000)
-                            for step in range(first, first + 20)
-                        },
-                        step_s=1.0,
-                    )
-                )
-                for rank in ranks
+        about = {"generation": generation, "node": f"n{node}", "ranks": ranks, "slow_after_s": 10.0}
+        lines = [{"schema": SCHEMA, **about}]
+        for first in range(1, 1 + 20 * n_reads, 20):
+            time_us = (1000 * generation + first) * 10**6
+            lines += [{"rank": rank, "step": first, "time_us": time_us} for rank in ranks]
+            body = {
+                "generation": generation,
+                "is_whole": False,
+                "why": "",
+                "ranks": {
+                    str(rank): {
+                        "steps": pack_summary(steps_of(rank, first, factor if rank == 2 else 1.0)),
+                        "tokens": 0,
+                    }
+                    for rank in ranks
+                },
             }
-            lines += [{"rank": rank, "step": first, "time_us": first} for rank in ranks]
-            body = {"ranks": summaries}
-            lines.append({"monitor": "straggler", "time_us": first, "published": body})
+            lines.append({"monitor": "straggler", "time_us": time_us + node, "published": body})
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         path.write_bytes(gzip.compress(text.encode()))
     return folder
 
 
-def test_a_trace_of_steps_names_the_slow_rank_of_each_generation(gpuops, tmp_path):
+def steps_of(rank, first, factor):
+    seconds = {n: factor * (1 + (7 * n + rank) % 5 / 1000) for n in range(first, first + 20)}
+    return RankSteps(role=3, measure=Measure.OWN, seconds=seconds, step_s=1.0)
+
+
+def test_a_trace_of_steps_names_the_slow_rank_as_the_leader_did(gpuops, tmp_path):
     folder = trace_of(tmp_path / "run", 1.2, generations=2)
 
     code, out, _ = gpuops("detect", "replay", str(folder))
     assert code == 1
-    first, second = out.splitlines()
-    assert first.startswith("generation 0: slow: rank 2 computes 1.20 times as long as its 3 peers")
-    assert second.startswith("generation 1: slow: rank 2 ")
+    for generation in (0, 1):
+        levels = [
+            line.partition(f"generation {generation}: ")[2].split()[:4]
+            for line in out.splitlines()
+            if f"generation {generation}:" in line
+        ]
+        assert levels[-1] == ["suspect", "rank", "2", "on"]
+    assert "straggler.host: rank 2 takes 1.20 times as long as 3 ranks that do the same" in out
 
     code, out, _ = gpuops("detect", "replay", "--json", str(folder / "generation-1"))
     body = json.loads(out)
-    assert (code, body["steps"], body["workers"], body["not_compared"]) == (1, 40, 4, [])
-    (slow,) = body["slow"]
-    assert (slow["generation"], slow["rank"], slow["n_peers"]) == (1, 2, 3)
+    assert (code, body["steps"], body["ranks"], body["not_compared"]) == (1, 8, 4, [])
+    slow = body["slow"][-1]
+    assert (slow["generation"], slow["rank"], slow["node"]) == (1, "2", "n1")
+    assert (slow["failure_class"], slow["level"]) == ("straggler.host", "suspect")
+    assert slow["found"].startswith("1970-01-01T00:17:01")
 
 
 def test_a_trace_without_a_slow_rank_names_nobody_and_one_of_two_ranks_cannot_be_judged(
@@ -272,7 +282,13 @@ def test_a_trace_without_a_slow_rank_names_nobody_and_one_of_two_ranks_cannot_be
     two = trace_of(tmp_path / "two", 1.5, node_ranks=((2, 3),))
     code, out, _ = gpuops("detect", "replay", str(two / "generation-0" / "steps-2.jsonl.gz"))
     assert code == 3
-    assert out.startswith("rank 2-3 cannot be judged: 3 ranks with the same work")
+    why, verdict = out.splitlines()
+    assert why == "no other ranks do the same as 2, 3: none of them is called slow"
+    assert verdict.startswith("rank 2-3 cannot be judged: ")
+
+    unread = trace_of(tmp_path / "unread", 1.5, n_reads=0)
+    code, out, _ = gpuops("detect", "replay", str(unread))
+    assert (code, out.startswith("rank 0-3 cannot be judged: ")) == (3, True)
 
 
 def test_a_trace_that_is_cut_off_is_read_to_its_end_and_a_damaged_one_is_refused(gpuops, tmp_path):
@@ -284,11 +300,14 @@ def test_a_trace_that_is_cut_off_is_read_to_its_end_and_a_damaged_one_is_refused
     assert (code, "rank 2" in out) == (1, True)
     assert err == f"gpuops: the end of {path} is cut off\n"
 
+    lines = gzip.decompress(whole).decode().splitlines(keepends=True)
+    foreign = "".join(line.replace('"is_whole"', '"is_hole"') for line in lines)
     for content, why in (
         (b"not gzip", "Not a gzipped file"),
         (whole[:30] + b"\0\0\0" + whole[33:], "cannot read the trace"),
         (gzip.compress(b"{}\n"), "line 1 is none of a trace of steps"),
         (gzip.compress(b"[" * 10**6), "line 1 is none of a trace of steps"),
+        (gzip.compress(foreign.encode()), "what was published in the trace cannot be judged"),
     ):
         path.write_bytes(content)
         code, _, err = gpuops("detect", "replay", str(folder))

@@ -67,7 +67,7 @@ class MonitorRegistry:
         )
         self.all: tuple[Monitor, ...] = (self.hang, self.gpu, slow, open_detectors(context.env))
         if context.records_steps:
-            self.all = (*self.all, StepRecorder(context.clock))
+            self.all = (*self.all, StepRecorder(context.clock, context.slow_after_s))
         self.fleet: tuple[FleetMonitor, ...] = (  # on the leader
             StragglerFleetMonitor(context.slow_after_s),
         )

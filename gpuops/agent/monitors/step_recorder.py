@@ -33,8 +33,9 @@ class StepRecorder(Monitor):
 
     name = "step-recorder"
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, slow_after_s: float) -> None:
         self._clock = clock
+        self._slow_after_s = slow_after_s
         self._path: Path | None = None
         self._lines: list[str] = []
         self._last: dict[int | str, object] = {}  # step by rank, what was published by monitor
@@ -53,7 +54,7 @@ class StepRecorder(Monitor):
         self._last.clear()
         self._wall_us = self._clock.now_us() - self._clock.mono_ns() // 1000
         head = {"schema": SCHEMA, "generation": watched.generation, "node": watched.node}
-        self._add({**head, "ranks": ranks})
+        self._add({**head, "ranks": ranks, "slow_after_s": self._slow_after_s})
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
         """Record the steps in *beats*; one that repeats a step ends none."""

@@ -40,7 +40,7 @@ def clock():
 
 @pytest.fixture
 def recorder(clock):
-    made = StepRecorder(clock)
+    made = StepRecorder(clock, slow_after_s=30.0)
     yield made
     made.close()
 
@@ -65,7 +65,13 @@ def test_each_step_is_a_line_with_what_is_known_of_it(recorder, clock, tmp_path)
     path = tmp_path / "steps-4.jsonl.gz"
     schema = "gpuops.step-trace/1"
     assert lines_of(path) == [
-        {"schema": schema, "generation": 0, "node": "n1", "ranks": [4, 5]},
+        {
+            "schema": schema,
+            "generation": 0,
+            "node": "n1",
+            "ranks": [4, 5],
+            "slow_after_s": 30.0,
+        },
         {
             "rank": 4,
             "step": 1,

@@ -119,6 +119,11 @@ class StragglerFleetMonitor:
         )
         return self._found
 
+    def compared(self) -> set[int]:
+        """Return the ranks of this generation that were compared with others."""
+        roles = self._roles.values()
+        return {rank for role in roles for rank in role.groups if role.detector.is_compared(rank)}
+
     def _ranks(self, published: Mapping[str, Json]) -> dict[int, _Rank]:
         """Return the ranks of the newest generation; what cannot be read is left out."""
         found: dict[int, _Rank] = {}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from gpuops.agent.monitors.recorder.reader import read_recorders, recorder_paths
-from gpuops.detect.recorder_dump import RankDump
+from gpuops.agent.monitors.recorder.reader import parse_dumps, read_bodies, recorder_paths
 from gpuops.detect.wait_graph import CollectiveHang, diagnose
+from gpuops.model import Json
 from gpuops.wire.worker_drill import ALONE_KINDS
 from support.runs import JOBS, wait_until
 
@@ -81,8 +81,8 @@ class HangingRanks:
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
-    def dumps(self, hang: Hang, folder: Path) -> list[RankDump]:
-        """Return the dumps of all ranks that answer, once those that must wait do."""
+    def dumps(self, hang: Hang, folder: Path) -> dict[int, Json]:
+        """Return by rank the dumps of all that answer, once those that must wait do."""
         job = {"folder": str(folder), "n_ranks": hang.n_ranks, "drill": hang.drill}
         self._say(json.dumps(job))
         pids = json.loads(self.process.stdout.readline())
@@ -102,14 +102,14 @@ def _steps(folder: Path) -> list[int]:
     return [int(path.read_text() or 0) for path in sorted(folder.glob("step-*"))]
 
 
-def _waiting(hang: Hang, targets: list[_Target]) -> list[RankDump] | None:
+def _waiting(hang: Hang, targets: list[_Target]) -> dict[int, Json] | None:
     """Return the dumps if all wait that do not stand elsewhere, in two reads the same."""
     awake = [t for t in targets if hang.mode != STOPPED or t.rank not in hang.ranks]
-    first, second = read_recorders(awake, 30.0), read_recorders(awake, 30.0)
+    first, second = read_bodies(awake, 30.0), read_bodies(awake, 30.0)
     alone = hang.ranks if MODES[hang.mode][0] in ALONE_KINDS else frozenset()
     must_wait = {target.rank for target in targets} - alone
-    waits = {r for r, d in first.items() if not all(call.is_complete for call in d.calls)}
-    return [*second.values()] if waits >= must_wait and first == second else None
+    waits = {r for r, body in first.items() if not all(x["retired"] for x in body["entries"])}
+    return second if waits >= must_wait and first == second else None
 
 
 def is_exact(hang: Hang, found: CollectiveHang) -> bool:
@@ -119,6 +119,6 @@ def is_exact(hang: Hang, found: CollectiveHang) -> bool:
     return set(found.ranks) == hang.ranks
 
 
-def diagnosed(hang: Hang, dumps: list[RankDump]) -> CollectiveHang:
+def diagnosed(hang: Hang, dumps: dict[int, Json]) -> CollectiveHang:
     """Return whom the job of *hang* waits for."""
-    return diagnose(dumps, hang.n_ranks)
+    return diagnose([*parse_dumps(dumps).values()], hang.n_ranks)

@@ -16,6 +16,7 @@ from gpuops.agent.monitors.api import FleetMonitor, Monitor, MonitoredAttempt
 from gpuops.agent.monitors.evidence import EVIDENCE_S
 from gpuops.agent.monitors.gpu import open_gpu_monitor
 from gpuops.agent.monitors.hang.monitor import HangMonitor
+from gpuops.agent.monitors.nccl_ras import RasMonitor
 from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.agent.monitors.step_recorder import StepRecorder
 from gpuops.agent.monitors.straggler.fleet import StragglerFleetMonitor
@@ -65,7 +66,9 @@ class MonitorRegistry:
         slow = StragglerMonitor(
             context.clock, context.slow_after_s, self.gpu.rank_gpus, HostSigns(context.root)
         )
-        self.all: tuple[Monitor, ...] = (self.hang, self.gpu, slow, open_detectors(context.env))
+        # NCCL's answer comes first: the samples of the hang monitor take all the time there is.
+        ras, detectors = RasMonitor(context.clock, context.env), open_detectors(context.env)
+        self.all: tuple[Monitor, ...] = (ras, self.hang, self.gpu, slow, detectors)
         if context.records_steps:
             self.all = (*self.all, StepRecorder(context.clock, context.slow_after_s))
         self.fleet: tuple[FleetMonitor, ...] = (  # on the leader

@@ -218,28 +218,27 @@ def _rank(trace: RankTrace, last_s: Mapping[tuple[str, int], float]) -> _Rank:
         key=lambda call: call.created_ns,
     )
     times_ns = [call.created_ns - trace.wall_offset_ns for call in calls]
-    by_step: dict[int, list[CollectiveCall]] = {}
-    for span in trace.spans:
-        if times_ns and span.start_ns >= times_ns[0]:
-            first, end = bisect_left(times_ns, span.start_ns), bisect_left(times_ns, span.end_ns)
-            by_step[span.step] = calls[first:end]
+    by_step = {
+        span: calls[bisect_left(times_ns, span.start_ns) : bisect_left(times_ns, span.end_ns)]
+        for span in trace.spans
+        if times_ns and span.start_ns >= times_ns[0]
+    }
     if not by_step:
         return _Rank()
     counts = Counter(map(_sequence, by_step.values()))
     usual = max(counts, key=lambda sequence: (counts[sequence], len(sequence)))
-    kept = {step: found for step, found in by_step.items() if _sequence(found) == usual}
-    spans = {span.step: span for span in trace.spans}
+    kept = {span: found for span, found in by_step.items() if _sequence(found) == usual}
     steps = {
-        step: _Step(
+        span.step: _Step(
             times_s=[
-                spans[step].start_ns / 1e9,
+                span.start_ns / 1e9,
                 *((call.created_ns - trace.wall_offset_ns) / 1e9 for call in found),
-                spans[step].end_ns / 1e9,
+                span.end_ns / 1e9,
             ],
             last_s=[None, *(last_s.get((call.group, call.number)) for call in found)],
             durations_s=[call.duration_s for call in found],
         )
-        for step, found in kept.items()
+        for span, found in kept.items()
     }
     return _Rank(steps, next(iter(kept.values())), _role(trace.dump, list(kept.values())))
 
@@ -319,29 +318,23 @@ def _own_s(step: _Step, waits_for: Mapping[int, int | None]) -> float:
 
 def _waited_for(peers: Mapping[int, _Rank], event: int) -> int | None:
     """Return the latest call that ranks wait for before *event*, by all their steps."""
-    first = next(iter(peers.values()))
-    is_end = event > len(first.calls)
+    calls = next(iter(peers.values())).calls
     for place in range(event - 1, max(0, event - 1 - _CALLS_BACK), -1):
-        samples = {
-            rank: [(step.times_s, step.last_s[place]) for step in found.steps.values()]
-            for rank, found in peers.items()
-        }
-        known = {
-            rank: [(times, last_s) for times, last_s in found if last_s is not None]
-            for rank, found in samples.items()
-        }
-        if not any(known.values()):
-            continue
-        if any(times[event] < last_s for found in known.values() for times, last_s in found):
-            continue  # a rank went on before the last one had come
-        # An optimizer needs all gradients: the last call before it that can be waited for, is.
-        if is_end or _blocks(known, event, first.calls[place - 1]):
+        known = [
+            [(step.times_s, last) for step in rank.steps.values() if (last := step.last_s[place])]
+            for rank in peers.values()
+        ]
+        # A rank that goes on before the last one has come does not wait. An optimizer needs all
+        # gradients: the last call before it that can be waited for, is.
+        is_early = any(times[event] < last_s for found in known for times, last_s in found)
+        is_end = event > len(calls)
+        if any(known) and not is_early and (is_end or _blocks(known, event, calls[place - 1])):
             return place
     return None
 
 
 def _blocks(
-    known: Mapping[int, Sequence[tuple[Sequence[float], float]]], event: int, call: CollectiveCall
+    known: Sequence[Sequence[tuple[Sequence[float], float]]], event: int, call: CollectiveCall
 ) -> bool:
     """Return whether the time to *event* grows by as much as a rank was early, step by step.
 
@@ -349,13 +342,9 @@ def _blocks(
     """
     early: list[float] = []
     gaps: list[float] = []
-    for found in known.values():
-        if not found:
-            continue
-        of_rank = [max(0.0, last_s - times[event - 1]) for times, last_s in found]
-        after = [times[event] - times[event - 1] for times, _ in found]
-        early += [value - statistics.fmean(of_rank) for value in of_rank]
-        gaps += [value - statistics.fmean(after) for value in after]
+    for of_rank in filter(None, known):
+        early += _centred([max(0.0, last_s - times[event - 1]) for times, last_s in of_rank])
+        gaps += _centred([times[event] - times[event - 1] for times, _ in of_rank])
     square = sum(x * x for x in early)
     if square > 0:
         slope = sum(x * y for x, y in zip(early, gaps, strict=True)) / square
@@ -363,3 +352,8 @@ def _blocks(
         if abs(slope - _BLOCKS_SLOPE) > (rest / len(early) / square) ** 0.5:
             return slope > _BLOCKS_SLOPE
     return not call.operation.lstrip("_").startswith(_OVERLAPPING)
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    middle = statistics.fmean(values)
+    return [value - middle for value in values]

@@ -11,6 +11,7 @@ from support import mock_nvml
 from support.mock_nvml import UUIDS, addresses, shape
 from support.runs import wait_until
 
+from gpuops.agent.monitors.straggler.signs import throttled_gpus
 from gpuops.host.nvml.calls import GROUPS
 from gpuops.host.nvml.facts import UNREADABLE, NvmlSnapshot
 from gpuops.host.records import from_json
@@ -767,3 +768,11 @@ def test_a_number_of_gpus_that_cannot_be_is_an_nvml_that_does_not_start(ask):
 
     assert (snapshot.status, snapshot.gpus) == ("error", ())
     assert snapshot.error == ("nvmlDeviceGetCount: 100000 GPUs is not plausible: 0 to 1024 are")
+
+
+def test_gpus_that_heat_slows_down_are_named_to_the_monitor_of_slow_ranks(mock):
+    slow = {1: {"clock_reasons": 0x40}, 2: {"clock_reasons": 0x4}}
+    env = {**os.environ, **mock.env(shape("h100", 3, per_gpu=slow))}
+
+    assert throttled_gpus(env, 60.0) == {UUIDS[1]}
+    assert throttled_gpus(os.environ, 60.0) == frozenset(), "there is no NVML"

@@ -20,8 +20,8 @@ from gpuops.agent.monitors.nccl_ras import RasMonitor
 from gpuops.agent.monitors.plugins import open_detectors
 from gpuops.agent.monitors.step_recorder import StepRecorder
 from gpuops.agent.monitors.straggler.fleet import StragglerFleetMonitor
-from gpuops.agent.monitors.straggler.monitor import StragglerMonitor
-from gpuops.agent.monitors.straggler.signs import HostSigns
+from gpuops.agent.monitors.straggler.monitor import READ_S, StragglerMonitor
+from gpuops.agent.monitors.straggler.signs import HostSigns, throttled_gpus
 from gpuops.control.client import ControlClient
 from gpuops.control.record import pack
 from gpuops.control.store import ControlStoreError
@@ -64,7 +64,11 @@ class MonitorRegistry:
             context.env, context.clock, root=context.root, site_dir=context.site_dir
         )
         slow = StragglerMonitor(
-            context.clock, context.slow_after_s, self.gpu.rank_gpus, HostSigns(context.root)
+            context.clock,
+            context.slow_after_s,
+            self.gpu.rank_gpus,
+            HostSigns(context.root),
+            partial(throttled_gpus, context.env, READ_S),
         )
         # NCCL's answer comes first: the samples of the hang monitor take all the time there is.
         ras, detectors = RasMonitor(context.clock, context.env), open_detectors(context.env)

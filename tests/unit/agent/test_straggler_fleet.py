@@ -150,6 +150,18 @@ def test_a_rank_that_is_slow_on_another_node_as_well_has_other_work():
     assert "slow on n1 too" in again.why
 
 
+def test_a_rank_that_is_a_little_slower_for_no_cause_that_is_seen_suspects_no_node():
+    (slow,) = found(fleet(slow_s=1.06))
+    (with_cause,) = found(fleet(slow_s=1.06) | {3: about(1.06, cpu=0.1)})
+
+    assert (slow.node, slow.level, slow.confidence) == (
+        None,
+        SuspicionLevel.NOTE,
+        Confidence.PROBABLE,
+    )
+    assert (with_cause.node, with_cause.level) == ("n1", SuspicionLevel.SUSPECT)
+
+
 def test_what_cannot_be_told_is_said_once():
     told = []
     monitor = StragglerFleetMonitor(30.0, told.append)

@@ -35,7 +35,12 @@ class Node:
         self.job = traces(ddp(step_s=PACE_S), n_ranks, n_steps=n_steps, offset_ns=0, **how)
         self.reads, self.given = [], dict.fromkeys(self.job, 0)
         self.monitor = StragglerMonitor(
-            self.clock, hold_s, lambda _: {0: "GPU-0"}, HostSigns(tmp_path), self.read
+            self.clock,
+            hold_s,
+            lambda _: {0: "GPU-0", 1: "GPU-1"},
+            HostSigns(tmp_path),
+            lambda: ["GPU-1"],
+            self.read,
         )
         workers = tuple(
             SimpleNamespace(
@@ -106,7 +111,8 @@ def test_after_the_first_steps_the_ranks_are_read_and_published(tmp_path):
     assert found[1].seconds[30] / found[0].seconds[30] == pytest.approx(1.5, rel=0.06)
     published = node.monitor.publish()
     assert (published["generation"], published["is_whole"], published["why"]) == (2, True, "")
-    assert published["ranks"]["0"]["gpu"] == "GPU-0"
+    of_gpus = [(r.get("gpu"), r.get("throttled")) for r in published["ranks"].values()]
+    assert of_gpus == [("GPU-0", 0), ("GPU-1", 1), (None, None)]
 
 
 def test_reads_are_rare(tmp_path):

@@ -1,8 +1,8 @@
 """Names slow ranks on the leader, by what all nodes publish of their steps. Pure.
 
 A rank is compared with those of its role only, and must be slow for a time before its node is
-suspected. Nobody is named where two ranks differ, where all became slower, or where half
-of a role would be.
+suspected; without a sign of its cause by a tenth, for a program may give one rank more to do.
+Nobody is named where two ranks differ, where all became slower, or where half of a role would be.
 """
 
 import statistics
@@ -163,11 +163,11 @@ class StragglerFleetMonitor:
         own_s = role.own_s.get(item.rank, 0.0)
         peers_s = statistics.median(s for n, s in role.own_s.items() if n != item.rank)
         first = role.steps[item.since - 1]
-        failure_class, cause = find_cause(rank, others, item.ratio, own_s - peers_s)
+        failure_class, cause, is_seen = find_cause(rank, others, item.ratio, own_s - peers_s)
         before = self._nodes_named.setdefault(item.rank, rank.node)
-        if failure_class in _OF_HARDWARE and before != rank.node:
+        if failure_class in _OF_HARDWARE and not is_seen and before != rank.node:
             failure_class, cause = FailureClass.STRAGGLER_IMBALANCE, f"it was slow on {before} too"
-        is_suspect = failure_class in _OF_HARDWARE
+        is_suspect = failure_class in _OF_HARDWARE and (is_seen or item.ratio >= 1 + RISE)
         has_lasted = (role.judged - first) * step_s >= self._hold_s
         gain = gain_without(step_s, own_s, peers_s)
         gpu = rank.about.get("gpu")
@@ -184,7 +184,7 @@ class StragglerFleetMonitor:
             value=round(item.ratio, 3),
             threshold=f"slower than its peers for {self._hold_s:.0f} s",
             node=rank.node if is_suspect else None,
-            side=Side.INFRA if is_suspect else Side.USER,
+            side=Side.INFRA if is_suspect else Side.AMBIGUOUS,
         )
 
     def _follow_step(self, step_s: Collection[float]) -> None:
@@ -208,12 +208,17 @@ class StragglerFleetMonitor:
 
 def find_cause(
     rank: _Rank, others: Sequence[_Rank], ratio: float, excess_s: float
-) -> tuple[FailureClass, str]:
+) -> tuple[FailureClass, str, bool]:
     """Return why *rank* takes *ratio* times as long as the *others*, *excess_s* a step.
 
-    Each sign is compared with the median of the others. Where none explains it, by what was timed.
+    Each sign is compared with the median of the others. Where none explains it (the last is then
+    False), by what was timed.
     """
-    return next(_causes(rank, others, ratio, excess_s))
+    for failure_class, why in _causes(rank, others, ratio, excess_s):
+        return failure_class, why, True
+    if rank.summary.measure is Measure.IN_COLLECTIVES:
+        return FailureClass.STRAGGLER_GPU, "no cause is seen; it waits least for the others", False
+    return FailureClass.STRAGGLER_HOST, "no cause is seen; it works longest before it waits", False
 
 
 def _causes(
@@ -239,6 +244,3 @@ def _causes(
             yield FailureClass.STRAGGLER_HOST, f"{what} for {share:.0%} of the time"
     if more(lambda item: item.number(signs.ERRORS)) > 0:
         yield FailureClass.STRAGGLER_NETWORK, "the network adapters of its node count errors"
-    if rank.summary.measure is Measure.IN_COLLECTIVES:
-        yield FailureClass.STRAGGLER_GPU, "no cause is seen; it waits least for the others"
-    yield FailureClass.STRAGGLER_HOST, "no cause is seen; it works longest before it waits"

@@ -10,14 +10,14 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.recorder.reader import read_recorders, recorder_paths
-from gpuops.agent.monitors.straggler.signs import HostSigns
+from gpuops.agent.monitors.straggler.signs import THROTTLED, HostSigns
 from gpuops.detect.own_time import RankTrace, StepSpan, own_times, step_spans
 from gpuops.detect.recorder_dump import RankDump
 from gpuops.detect.step_summary import pack_summary
@@ -103,7 +103,7 @@ class StragglerMonitor(Monitor):
     """Publishes the newest steps of each rank. *hold_s*: for how long a rank must be slow; 0: off.
 
     *gpus_of* returns the UUIDs of GPUs by local rank; *read* asks the workers; *signs* looks at
-    their host.
+    their host, and *throttled* returns which GPUs are slowed down.
     """
 
     name = "straggler"
@@ -114,12 +114,14 @@ class StragglerMonitor(Monitor):
         hold_s: float,
         gpus_of: Callable[[Iterable[int]], Mapping[int, str]],
         signs: HostSigns,
+        throttled: Callable[[], Collection[str]],
         read: Callable[[Sequence[_Target], float], Mapping[int, RankDump]] = read_recorders,
     ) -> None:
         self._clock = clock
         self._hold_s = hold_s
         self._gpus_of = gpus_of
         self._signs = signs
+        self._throttled = throttled
         self._read = read
         self._offset_ns: int | None = None
         self._watched: _Watched | None = None
@@ -212,8 +214,11 @@ class StragglerMonitor(Monitor):
             if rank in spans
         }
         gpus = self._gpus_of([w.local_rank for w in attempt.workers])
+        throttled = self._throttled() if gpus else ()
         also: dict[int, Json] = {
-            w.rank: {"gpu": gpus[w.local_rank]} for w in attempt.workers if w.local_rank in gpus
+            w.rank: {"gpu": uuid, THROTTLED: int(uuid in throttled)}
+            for w in attempt.workers
+            if (uuid := gpus.get(w.local_rank)) is not None
         }
         own, why = own_times(traces, attempt.world_size or 0)
         watched.published = {

@@ -7,11 +7,14 @@ hypervisor kept (steal in ``/proc/stat``). Sources: Documentation/scheduler/sche
 Documentation/accounting/psi.rst, proc_stat(5).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuops.host.infiniband import read_fabric
+from gpuops.host.process.command import module_command
+from gpuops.host.process.watcher import WatchingChild
 from gpuops.host.trust import entries_of, text_of
 
 # The share of time, and the number of errors, as they are published.
@@ -64,3 +67,15 @@ class HostSigns:
                 if len(words) == 3:
                     found[f"{pid}/{task.name}"] = float(words[1]) / 1e9
         return found
+
+
+def throttled_gpus(env: Mapping[str, str], deadline_s: float) -> frozenset[str]:
+    """Return the UUIDs of the GPUs that are slowed down at present; none if NVML does not say."""
+    command = module_command("gpuops.host.nvml.throttled")
+    child = WatchingChild("gpu-throttled", command, env, restarts_max=0)
+    child.given_up.wait(deadline_s)
+    child.close()
+    try:
+        return frozenset(json.loads(child.take()[0]))
+    except (IndexError, ValueError, TypeError):
+        return frozenset()

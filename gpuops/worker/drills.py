@@ -79,8 +79,7 @@ class DrillHook:
         drill = self._drill
         match drill.kind:
             case "hold-lock":
-                # A `ctypes.PyDLL` does not give the lock back for the time of the call.
-                ctypes.PyDLL(None).sleep(max(1, round(drill.seconds)))
+                _hold_lock(drill.seconds)
             case "stuck-loader":
                 iterator = _torch().utils.data.dataloader._BaseDataLoaderIter  # noqa: SLF001
                 iterator.__next__ = self._no_batch
@@ -112,6 +111,19 @@ class DrillHook:
                 _all_reduce(_new_group(), _ones(_ELEMENTS, "float64"))
             case _:
                 _all_reduce(_new_group(), _ones(_ELEMENTS))
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _hold_lock(seconds: float) -> None:
+    """Wait for a mutex of our own with the interpreter's lock held; no signal ends that early."""
+    library = ctypes.PyDLL(None)  # it does not give the lock back for the time of a call
+    mutex = ctypes.create_string_buffer(64)
+    until = _TimeSpec(int(time.time() + seconds), 0)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_timedlock(mutex, ctypes.byref(until))
 
 
 def _torch() -> Any:  # noqa: ANN401 imported by the program, once it makes a step

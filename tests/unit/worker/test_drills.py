@@ -1,5 +1,10 @@
 """Which fault a worker injects into itself, when, and on which rank."""
 
+import os
+import signal
+import subprocess
+import time
+
 import pytest
 
 from gpuops.errors import UsageError
@@ -122,3 +127,20 @@ def test_the_beat_comes_before_the_fault():
 def test_a_fault_of_all_ranks_names_none():
     assert parse_drill("slow:rank=all").ranks is None
     assert WorkerDrill(kind="slow").is_meant(7)
+
+
+def test_a_signal_does_not_end_the_hold_of_the_interpreter_lock():
+    def hold(seconds):
+        worker = Worker(f"hold-lock:rank=1,step=1,seconds={seconds}")
+        worker.steps(1)
+
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        began_s = time.time()
+        sender = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -USR2 {os.getpid()}"])
+        hold(2)
+    finally:
+        sender.wait()
+        signal.signal(signal.SIGUSR2, before)
+
+    assert int(began_s + 2) <= time.time()

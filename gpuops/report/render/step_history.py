@@ -19,14 +19,13 @@ def history_text(
     run: RunRow, minutes: Sequence[ProgressRow], incidents: Sequence[Incident]
 ) -> list[str]:
     """Return the lines of *run*: its step time by time, and each incident where it was detected."""
-    known = [row for row in minutes if row.step_time_p50_us is not None]
     head = f"run {one_line(run.name)} ({short_id(run.id)}) from {date_time(run.created_us)}"
-    middle = f"{_text(median(_medians(known)))} a step in the median" if known else "no step times"
+    middle = f"{_text(_middle_us(minutes))} a step in the median" if minutes else "no step times"
     lines = [f"{head}: {middle}, {count_noun(len(minutes), 'minute')} with steps on record"]
-    if known:
+    if minutes:
         lines.append(f"{'time':<9}{'attempt':>7}  {'to step':>9}  {'median':>8}  {'longest':>8}")
-    longest_us = max(_medians(known), default=1)
-    steps = ((rows[0].minute_us, _step_line(rows, longest_us)) for rows in _parts(known))
+    longest_us = max((row.step_time_p50_us for row in minutes), default=0)
+    steps = ((rows[0].minute_us, _step_line(rows, longest_us)) for rows in _parts(minutes))
     found = ((item.detected_us, _incident_line(item)) for item in reversed(incidents))
     return [*lines, *(line for _, line in merge(steps, sorted(found)))]
 
@@ -35,21 +34,18 @@ def history_json(
     run: RunRow, minutes: Iterable[ProgressRow], incidents: Iterable[Incident]
 ) -> Json:
     """Return the same as the body of ``gpuops detect show --json``."""
-    return {
-        "run": run.id,
-        "name": run.name,
-        "minutes": [
-            {
-                "attempt": row.ordinal,
-                "start": iso_utc(row.minute_us),
-                "step": row.step_last,
-                "step_seconds": _seconds(row.step_time_p50_us),
-                "step_seconds_max": _seconds(row.step_time_max_us),
-            }
-            for row in minutes
-        ],
-        "incidents": [item.to_json() for item in incidents],
-    }
+    rows = [
+        {
+            "attempt": row.ordinal,
+            "start": iso_utc(row.minute_us),
+            "step": row.step_last,
+            "step_seconds": row.step_time_p50_us / US_PER_S,
+            "step_seconds_max": row.step_time_max_us / US_PER_S,
+        }
+        for row in minutes
+    ]
+    found = [item.to_json() for item in incidents]
+    return {"run": run.id, "name": run.name, "minutes": rows, "incidents": found}
 
 
 def _parts(minutes: Sequence[ProgressRow]) -> Iterable[Sequence[ProgressRow]]:
@@ -61,13 +57,13 @@ def _parts(minutes: Sequence[ProgressRow]) -> Iterable[Sequence[ProgressRow]]:
 
 
 def _step_line(rows: Sequence[ProgressRow], longest_us: int) -> str:
-    middle_us = median(_medians(rows))
-    most_us = max((row.step_time_max_us or 0 for row in rows), default=0)
-    step = rows[-1].step_last
-    bar = "#" * max(1, round(_BAR_CHARS * middle_us / max(longest_us, 1)))
+    middle_us, step = _middle_us(rows), rows[-1].step_last
+    most_us = max(row.step_time_max_us for row in rows)
     return (
         f"{time_of_day(rows[0].minute_us):<9}{rows[0].ordinal:>7}  "
-        f"{'-' if step is None else step:>9}  {_text(middle_us):>8}  {_text(most_us):>8}  {bar}"
+        f"{'-' if step is None else step:>9}  {_text(middle_us):>8}  {_text(most_us):>8}  "
+        + "#"
+        * max(1, round(_BAR_CHARS * middle_us / max(longest_us, 1)))
     )
 
 
@@ -76,13 +72,9 @@ def _incident_line(item: Incident) -> str:
     return f"{time_of_day(item.detected_us):<9}{short_id(item.id)}  {what}"
 
 
-def _medians(rows: Iterable[ProgressRow]) -> list[int]:
-    return [row.step_time_p50_us for row in rows if row.step_time_p50_us is not None]
+def _middle_us(rows: Iterable[ProgressRow]) -> float:
+    return median(row.step_time_p50_us for row in rows)
 
 
 def _text(step_us: float) -> str:
     return format_step(step_us / US_PER_S)
-
-
-def _seconds(step_us: int | None) -> float | None:
-    return None if step_us is None else step_us / US_PER_S

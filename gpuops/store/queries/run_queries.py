@@ -82,8 +82,8 @@ class ProgressRow:
     ordinal: int
     minute_us: int
     step_last: int | None
-    step_time_p50_us: int | None
-    step_time_max_us: int | None
+    step_time_p50_us: int
+    step_time_max_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +211,13 @@ def attempts(connection: Connection, run_id: str) -> list[AttemptRow]:
 
 
 def progress(connection: Connection, run_id: str) -> list[ProgressRow]:
-    """Return the minutes of a run with steps, in order."""
+    """Return the minutes of a run in which steps were timed, in order."""
     query = (
         select(schema.progress, schema.attempts.c.ordinal)
         .join(schema.attempts, schema.attempts.c.id == schema.progress.c.attempt_id)
         .where(schema.attempts.c.run_id == run_id)
+        .where(schema.progress.c.step_time_p50_us.is_not(None))
+        .where(schema.progress.c.step_time_max_us.is_not(None))
         .order_by(schema.attempts.c.ordinal, schema.progress.c.minute_us)
     )
     names = ProgressRow.__dataclass_fields__

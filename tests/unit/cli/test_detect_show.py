@@ -61,7 +61,7 @@ def test_step_times_and_what_was_detected_are_in_the_order_of_time(tmp_path, cal
 
     assert (code, err) == (0, "")
     assert head.startswith("run demo (abcd1234) from ")
-    assert head.endswith(": 0.415 s a step in the median, 4 minutes with steps on record")
+    assert head.endswith(": 0.415 s a step in the median, 3 minutes with steps on record")
     assert names.split() == ["time", "attempt", "to", "step", "median", "longest"]
     assert [line.split()[1:8] for line in (lines[0], lines[1], lines[3])] == [
         ["0", "30", "0.4", "s", "0.6", "s", 14 * "#"],
@@ -77,14 +77,14 @@ def test_its_json_has_each_minute_and_the_incidents(tmp_path, call):
     body = json.loads(call("detect", "show", "abcd1234", "--json")[1])
 
     assert body["schema"] == "gpuops.detect-show/1"
-    assert body["minutes"][3] == {
+    assert len(body["minutes"]) == 3
+    assert body["minutes"][2] == {
         "attempt": 1,
         "start": "2023-11-14T22:15:20.000000Z",
         "step": 120,
         "step_seconds": 0.83,
         "step_seconds_max": 9.0,
     }
-    assert body["minutes"][2]["step_seconds"] is None
     assert [item["failure_class"] for item in body["incidents"]] == [
         a_killed_run()[2][0].failure_class.value
     ]
@@ -107,7 +107,7 @@ def test_days_are_as_many_rows_as_fit_and_none_spans_two_attempts():
             minute_us=T0 + (5000 * attempt + minute) * MINUTE_US,
             step_last=minute,
             step_time_p50_us=0 if minute == 7 else 100_000,
-            step_time_max_us=None,
+            step_time_max_us=200_000,
         )
         for attempt in (0, 1)
         for minute in range(4001)

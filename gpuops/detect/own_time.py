@@ -154,12 +154,11 @@ def own_times(traces: Mapping[int, RankTrace], n_ranks: int) -> tuple[dict[int, 
     rank, or with calls that its dump does not hold any more, are left out.
     """
     last_s = _last_calls(traces, n_ranks)
-    ranks = {rank: _rank(trace, last_s) for rank, trace in traces.items() if trace.dump.calls}
+    all_ranks = {rank: _rank(trace, last_s) for rank, trace in traces.items()}
+    ranks = {rank: found for rank, found in all_ranks.items() if found.steps}
     peers: dict[tuple[object, ...], dict[int, _Rank]] = defaultdict(dict)
     why = ""
     for rank, found in ranks.items():
-        if not found.steps:
-            continue
         if any(call.backend == "nccl" for call in found.calls) and not _is_timed(found):
             why = NO_TIMING
         elif _is_timed(found) or _waits_are_seen(found, traces[rank].dump, n_ranks):
@@ -167,7 +166,11 @@ def own_times(traces: Mapping[int, RankTrace], n_ranks: int) -> tuple[dict[int, 
         else:
             why = OVER_NODES
     own = {rank: steps for each in peers.values() for rank, steps in _of_peers(each).items()}
-    return {rank: _result(traces[rank], ranks[rank], *own[rank]) for rank in own}, why
+    return {
+        rank: _result(traces[rank], ranks[rank], measure, seconds)
+        for rank, (measure, seconds) in own.items()
+        if seconds
+    }, why
 
 
 def _result(
@@ -285,18 +288,30 @@ def _waits_are_seen(rank: _Rank, dump: RankDump, n_ranks: int) -> bool:
 
 def _of_peers(peers: Mapping[int, _Rank]) -> dict[int, tuple[Measure, dict[int, float]]]:
     if all(_is_timed(rank) for rank in peers.values()):
-        return {
-            rank: (
-                Measure.IN_COLLECTIVES,
-                {n: sum(s or 0.0 for s in step.durations_s) for n, step in found.steps.items()},
-            )
-            for rank, found in peers.items()
-        }
+        return {rank: (Measure.IN_COLLECTIVES, _waits_s(found)) for rank, found in peers.items()}
     n_calls = len(next(iter(peers.values())).calls)
     waits_for = {event: _waited_for(peers, event) for event in range(1, n_calls + 2)}
     return {
         rank: (Measure.OWN, {n: _own_s(step, waits_for) for n, step in found.steps.items()})
         for rank, found in peers.items()
+    }
+
+
+def _waits_s(rank: _Rank) -> dict[int, float]:
+    """Return the seconds in collectives by step, of steps of which NCCL has timed all calls.
+
+    The newest ones are still under way; of a batch torch times one entry for all, in each step.
+    """
+    steps = rank.steps.values()
+    timed = {
+        place
+        for place in range(len(rank.calls))
+        if 2 * sum(step.durations_s[place] is not None for step in steps) > len(steps)
+    }
+    return {
+        number: sum(filter(None, step.durations_s))
+        for number, step in rank.steps.items()
+        if all(step.durations_s[place] is not None for place in timed)
     }
 
 

@@ -9,7 +9,7 @@ from support.stepped_job import ddp, traces
 
 from gpuops.agent.monitors.api import MonitoredAttempt
 from gpuops.agent.monitors.registry import PUBLISHED_BYTES_MAX
-from gpuops.agent.monitors.straggler.monitor import ReadSchedule, StragglerMonitor
+from gpuops.agent.monitors.straggler.monitor import ReadSchedule, StragglerMonitor, log
 from gpuops.agent.monitors.straggler.signs import HostSigns
 from gpuops.control.record import pack
 from gpuops.detect.own_time import NO_TIMING
@@ -176,6 +176,17 @@ def test_a_rank_whose_recorder_does_not_answer_is_left_out(tmp_path):
 
     # Of a group without one of its ranks nobody knows who came last, so gradients alone tell.
     assert node.summaries().keys() == {0, 1}
+
+
+def test_an_error_of_ours_ends_the_reads_and_nothing_else(tmp_path, monkeypatch):
+    node, lines = Node(tmp_path, n_steps=1500), []
+    monkeypatch.setattr(log, "warning", lambda text, **_: lines.append(text))
+    node.monitor._read = lambda targets, deadline_s: {0: None}
+
+    node.run_until(250)
+
+    assert len(lines) == 1
+    assert node.monitor.publish() is None
 
 
 def test_a_generation_that_ends_while_it_is_read_is_not_published_as_the_next(tmp_path):

@@ -224,6 +224,30 @@ def test_with_nccl_the_seconds_in_collectives_are_taken():
     assert medians(found) == pytest.approx({0: 0.032, 1: 0.002, 2: 0.032})
 
 
+def test_steps_whose_collectives_are_still_under_way_are_left_out():
+    job = timed(traces(ddp(2), 3), slow={1})
+    calls = job[0].dump.calls
+    pending = [replace(call, duration_s=None) for call in calls[-3:]]
+    job[0] = replace(job[0], dump=replace(job[0].dump, calls=(*calls[:-3], *pending)))
+
+    found, _ = own_times(job, 3)
+
+    assert max(found[0].seconds) == 28, "two steps have calls without a duration"
+    assert max(found[1].seconds) == 30
+
+
+def test_parts_of_a_batch_that_are_never_timed_are_left_out():
+    job = timed(traces(ddp(3), 3), slow={1})
+    for rank, trace in job.items():
+        calls = tuple(
+            replace(call, duration_s=None) if call.number % 3 == 1 else call
+            for call in trace.dump.calls
+        )
+        job[rank] = replace(trace, dump=replace(trace.dump, calls=calls))
+
+    assert medians(own_times(job, 3)[0]) == pytest.approx({0: 0.064, 1: 0.004, 2: 0.064})
+
+
 def test_nccl_without_timing_is_not_judged_and_says_so():
     assert own_times(traces(ddp(), 3, backend="nccl"), 3) == ({}, NO_TIMING)
 

@@ -160,8 +160,8 @@ class StragglerFleetMonitor:
     def _suspicion(self, item: SlowRank[int], role: _Role, ranks: Mapping[int, _Rank]) -> Suspicion:
         rank, others = ranks[item.rank], [r for n, r in ranks.items() if n != item.rank]
         step_s = rank.summary.step_s
-        own_s = role.own_s.get(item.rank, 0.0)
         peers_s = statistics.median(s for n, s in role.own_s.items() if n != item.rank)
+        own_s = peers_s * item.ratio
         first = role.steps[item.since - 1]
         failure_class, cause, is_seen = find_cause(rank, others, item.ratio, own_s - peers_s)
         before = self._nodes_named.setdefault(item.rank, rank.node)

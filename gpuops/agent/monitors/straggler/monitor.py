@@ -36,6 +36,7 @@ EVERY_S = 600.0
 READS_MAX, READ_AGAIN_S = 3, 200.0
 READ_S = 5.0
 _BEATS_KEPT, _BEATS_BEFORE = 256, 4
+_STEP_S_MIN = 1e-4
 _CLOCK_STEP_NS = 10**6
 _CLOCK_READ_NS = 10**5
 
@@ -74,7 +75,7 @@ class ReadSchedule:
             return False
         self.allowed -= 1
         self._repeats = not self._repeats
-        wait = math.ceil((self.hold_s if self._repeats else EVERY_S) / step_s)
+        wait = math.ceil((self.hold_s if self._repeats else EVERY_S) / max(step_s, _STEP_S_MIN))
         # A power of two: agents that differ in their step time still share every other read.
         blocks = 2 ** math.floor(math.log2(max(1.0, wait / 2 / STEPS)))
         self.due = _multiple(n_steps + max(wait, STEPS), blocks)
@@ -195,6 +196,13 @@ class StragglerMonitor(Monitor):
         return watched.schedule.is_due(n_steps, spans[-1].seconds, now_s)
 
     def _publish(self, watched: _Watched, spans: Mapping[int, Sequence[StepSpan]]) -> None:
+        try:
+            watched.published = self._summaries(watched, spans) or watched.published
+        except Exception:  # boundary: whatever is wrong with what was read, the run goes on
+            log.warning("this node no longer looks for slow ranks", exc_info=True)
+            self._hold_s = 0.0
+
+    def _summaries(self, watched: _Watched, spans: Mapping[int, Sequence[StepSpan]]) -> Json | None:
         attempt, offset_ns = watched.attempt, self._offset_ns
         signs = self._signs.look(_pids(attempt), self._clock.mono_ns() / NS_PER_S)
         targets = [
@@ -202,7 +210,7 @@ class StragglerMonitor(Monitor):
         ]
         dumps = self._read(targets, READ_S)
         if offset_ns is None or watched.first_step is None:
-            return
+            return None
         warm = watched.first_step + WARM_UP_STEPS
         traces = {
             rank: RankTrace(
@@ -221,7 +229,7 @@ class StragglerMonitor(Monitor):
             if (uuid := gpus.get(w.local_rank)) is not None
         }
         own, why = own_times(traces, attempt.world_size or 0)
-        watched.published = {
+        return {
             "generation": attempt.generation,
             "is_whole": len(attempt.workers) == attempt.world_size,
             "why": why,

@@ -66,6 +66,14 @@ def test_until_it_has_lasted_it_has_no_consequence():
     assert late.level is SuspicionLevel.SUSPECT
 
 
+@pytest.mark.parametrize("ranks", [{}, fleet(slow=())], ids=["nothing yet", "the next one"])
+def test_with_its_generation_a_suspicion_ends(ranks):
+    monitor = StragglerFleetMonitor(30.0)
+
+    assert judge(monitor, publish(fleet()))
+    assert monitor.judge(publish(ranks, generation=1), 100.0) == ()
+
+
 def test_a_rank_that_is_no_longer_slow_is_no_longer_named():
     monitor = StragglerFleetMonitor(30.0)
 

@@ -106,6 +106,8 @@ class StragglerFleetMonitor:
         if published != self._published:
             self._published = dict(published)
             self._since_s = now_s if self._since_s is None else self._since_s
+        if all(body["generation"] != self._generation for body in published.values()):
+            self._found = ()  # that generation has ended
         waits = not any(body["is_whole"] for body in published.values())
         if self._since_s is None or (waits and now_s - self._since_s < SETTLE_S):
             return self._found

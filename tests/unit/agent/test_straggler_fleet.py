@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stepped_job import Call, ddp, fsdp, traces
 
+from gpuops.agent.monitors.straggler import fleet as fleet_module
 from gpuops.agent.monitors.straggler.fleet import SETTLE_S, StragglerFleetMonitor
 from gpuops.detect.own_time import Measure, RankSteps, own_times
 from gpuops.detect.step_summary import STEPS_MAX, pack_summary
@@ -224,6 +225,17 @@ def test_the_sentence_has_what_was_seen(sign, words):
     ranks = {rank: about(1.0) for rank in range(3)} | {3: about(1.5, **sign)}
 
     assert words in found(ranks)[0].why
+
+
+def test_of_many_ranks_a_call_judges_some_steps_and_the_next_ones_the_rest(monkeypatch):
+    monkeypatch.setattr(fleet_module, "RANK_STEPS_MAX", 4 * 8)
+    monitor, whole = StragglerFleetMonitor(30.0), publish(fleet())
+    monitor.judge(whole, 0.0)
+
+    calls = [len(monitor.judge(whole, SETTLE_S + 5.0 * n)) for n in range(6)]
+
+    assert calls[:2] == [0, 1], "8 of 30 steps a call; after 14 steps it is named"
+    assert monitor._roles[7].judged == 50
 
 
 def test_with_timed_collectives_the_rank_that_waits_least_is_slow_and_its_gpu_is_named():

@@ -22,6 +22,8 @@ from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Json, Sid
 
 # Agents publish within this time of one another; then what is there is judged.
 SETTLE_S = 6.0
+# A call is in the leader's control thread, and takes up to a second then (measured: 16,384 ranks).
+RANK_STEPS_MAX = 65_536
 # A cause must explain this share of what the rank takes longer.
 _EXPLAINS = 0.5
 _HOST_SIGNS = {
@@ -59,16 +61,19 @@ class _Role:
     steps: list[int] = field(default_factory=list)  # by the number of their evaluation
     own_s: Mapping[int, float] = field(default_factory=dict)
     slow: Sequence[SlowRank[int]] = ()
+    is_behind: bool = False  # there are more steps than one call may judge
     detector: SlowRankDetector[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.detector = SlowRankDetector(self.groups)
 
     def feed(self, ranks: Mapping[int, _Rank]) -> None:
-        """Judge the steps that most of *ranks* have and that are newer than those before."""
+        """Judge the next steps that most of *ranks* have, after those before."""
         self.groups.update(dict.fromkeys(ranks, 0))
         found = own_by_step({rank: item.summary for rank, item in ranks.items()})
         new = [s for s in sorted(found) if s > self.judged and 2 * len(found[s]) > len(ranks)]
+        n_allowed = max(1, RANK_STEPS_MAX // len(ranks))
+        new, self.is_behind = new[:n_allowed], len(new) > n_allowed
         for step in new:
             self.slow = self.detector.feed(found[step])
             self.steps.append(step)
@@ -116,6 +121,8 @@ class StragglerFleetMonitor:
         for rank, item in self._ranks(published).items():
             by_role[item.summary.role][rank] = item
         self._found = tuple(s for key, role in by_role.items() for s in self._judge(key, role))
+        if any(role.is_behind for role in self._roles.values()):
+            self._since_s = now_s - SETTLE_S
         self._follow_step(
             [item.summary.step_s for role in by_role.values() for item in role.values()]
         )

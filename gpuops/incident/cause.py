@@ -126,12 +126,19 @@ def _from_roots(roots: Sequence[ClassifiedExit], exits: Sequence[ClassifiedExit]
         failure_class=first.failure_class,
         side=first.side,
         confidence=first.confidence,
-        how=how,
+        how=how + _who_differs(first),
         authority=2,
         first=first,
         blamed=(first,),
         blames_node=True,
     )
+
+
+def _who_differs(first: ClassifiedExit) -> str:
+    """Return what is known of the ranks at fault where one ended that noticed a mismatch."""
+    if first.failure_class is not FailureClass.COLLECTIVE_MISMATCH:
+        return ""
+    return "; it noticed that collectives differ: it, or a rank that sent to it, called another one"
 
 
 def _earliest(roots: Sequence[ClassifiedExit]) -> ClassifiedExit:
@@ -176,7 +183,7 @@ def _killed_together(together: Sequence[ClassifiedExit]) -> HostCause:
         failure_class=first.failure_class,
         side=first.side,
         confidence=first.confidence,
-        how=f"{many} within {span_s:.2f} s: their order is unknown",
+        how=f"{many} within {span_s:.2f} s: their order is unknown{_who_differs(first)}",
         authority=2,
         first=first,
         blamed=tuple(sorted(together, key=lambda v: v.worker.rank)),

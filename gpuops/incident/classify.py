@@ -201,14 +201,15 @@ def _by_signal(
     if name is None:
         return None
     meaning = _SIGNALS.get(name, _OTHER_SIGNAL)
-    hit = _best_match(rules, _tail(worker), meaning.refined_by)
+    is_abort = meaning.failure_class is FailureClass.ABORT
+    reason = exception.abort_reason(_tail(worker)) if is_abort else None
+    lines = [*([] if reason is None else [reason]), *_tail(worker)]
+    hit = _best_match(rules, lines, meaning.refined_by)
     if hit is not None:
         rule, line = hit
         return _by_rule(
             worker, rule, line, Confidence.PROBABLE, f"its log, and {name}", process_lines
         )
-    is_abort = meaning.failure_class is FailureClass.ABORT
-    reason = exception.abort_reason(_tail(worker)) if is_abort else None
     return ClassifiedExit(
         worker=worker,
         role=Role.ROOT,

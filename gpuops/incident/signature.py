@@ -53,6 +53,7 @@ _INFRASTRUCTURE_TEXT = re.compile(
     r"|[Ss]tale file handle|[Rr]ead-only file system|not connected|[Nn]ame resolution"
     r"|[Tt]oo many open files|DataLoader worker \(pid"
 )
+_OF_PROGRAM = {FailureClass.USER_EXCEPTION, FailureClass.COLLECTIVE_MISMATCH}
 # gloo found that ranks call collectives with different sizes, or that a setting is wrong.
 _GLOO_INVARIANT = "gloo::EnforceNotMet"
 _TRANSIENT_CPP = frozenset({"std::bad_alloc", "std::system_error"})  # memory, threads, sockets
@@ -77,7 +78,11 @@ _SPACE = re.compile(r"\s+")
 def signature_of(classified: ClassifiedExit) -> str | None:
     """Return the signature of a worker's end, None unless the program itself explains it."""
     worker = classified.worker
-    if classified.role is Role.ROOT and classified.failure_class is FailureClass.ABORT:
+    is_abort = classified.failure_class is FailureClass.ABORT or (
+        classified.failure_class is FailureClass.COLLECTIVE_MISMATCH
+        and ending_signal(worker) is not None
+    )
+    if classified.role is Role.ROOT and is_abort:
         return _abort_signature(classified)
     if not _is_program_failure(classified):
         return None
@@ -154,7 +159,7 @@ def _is_program_failure(classified: ClassifiedExit) -> bool:
         return worker.exception_type is not None
     return (
         classified.role is Role.ROOT
-        and classified.failure_class is FailureClass.USER_EXCEPTION
+        and classified.failure_class in _OF_PROGRAM
         and classified.side is Side.USER
         and (worker.exception_type is not None or ending_signal(worker) is None)
     )
@@ -181,7 +186,7 @@ def _abort_signature(classified: ClassifiedExit) -> str | None:
     judged = "" if kind == _GLOO_INVARIANT else kind
     if (
         not reason
-        or classified.is_specific  # by a rule, such as for a damaged heap
+        or (classified.is_specific and classified.side is not Side.USER)  # such as a damaged heap
         or kind in _TRANSIENT_CPP
         or _is_infrastructure(judged, [_SOURCE_PLACE.sub("", message)])
     ):

@@ -72,5 +72,6 @@ def test_a_rank_on_a_node_that_noticed_nothing_is_named_and_the_second_time_stop
         assert not decision["decision"]["exclude"]
         assert incident["failure_class"] == "hang.deadlock"
         assert culprits(incident) == {("rank", "1"), ("node", node)}
-        assert incident["title"] == f"rank 1 on {node} waits for a rank that waits for it"
+        what = "waits in another collective than the ranks that wait for it"
+        assert incident["title"] == f"rank 1 on {node} {what}"
         assert "rank 1 waits in all_reduce(8 Float), call 1 of group" in incident["culprit_how"]

@@ -26,8 +26,14 @@ _ODD_PLACES_MAX = 8
 _BY_COLLECTIVES = {
     HangKind.ABSENT: (FailureClass.HANG_NO_PROGRESS, ""),
     HangKind.STALLED: (FailureClass.HANG_COLLECTIVE, "does not complete a collective"),
-    HangKind.DEADLOCK: (FailureClass.HANG_DEADLOCK, "waits for a rank that waits for it"),
-    HangKind.MISMATCH: (FailureClass.COLLECTIVE_MISMATCH, "differs from others in a collective"),
+    HangKind.DEADLOCK: (
+        FailureClass.HANG_DEADLOCK,
+        "waits in another collective than the ranks that wait for it",
+    ),
+    HangKind.MISMATCH: (
+        FailureClass.COLLECTIVE_MISMATCH,
+        "called another operation, shape or dtype than the other ranks",
+    ),
 }
 
 

@@ -140,7 +140,8 @@ def _message_text(classified: ClassifiedExit) -> str:
         width = USAGE_CHARS if classified.failure_class.is_usage_error else MESSAGE_CHARS
         message_text = exception.headline(worker, width).partition(": ")[2]
     elif classified.lines and (
-        ending_signal(worker) is None or classified.failure_class is FailureClass.ABORT
+        ending_signal(worker) is None
+        or classified.failure_class in {FailureClass.ABORT, FailureClass.COLLECTIVE_MISMATCH}
     ):
         message_text = exception.truncate(
             exception.strip_rank_prefix(classified.lines[0]).strip(), MESSAGE_CHARS

@@ -84,6 +84,18 @@ def test_collectives_come_after_states_and_before_steps_and_stacks(
     assert not is_program or found.why == "the calls"
 
 
+@pytest.mark.parametrize("kind", [HangKind.DEADLOCK, HangKind.MISMATCH])
+def test_what_most_ranks_do_is_left_to_the_leader_where_other_nodes_have_ranks(kind):
+    collectives = CollectiveHang(kind=kind, ranks=(0,), without_dump=(2, 3), why="")
+    states = verdicts(C, C)
+    steps = dict.fromkeys(range(2), 41)
+
+    found = blame(hang(steps=steps), states, (), collectives)
+    assert (found.ranks, found.failure_class) == ((), FailureClass.HANG_COLLECTIVE)
+    own = CollectiveHang(kind=kind, ranks=(0,), without_dump=(1,), why="")
+    assert blame(hang(steps=steps), states, (), own).ranks == (0,)
+
+
 @pytest.mark.parametrize("states", [(U, U, U), (U, X, U), (L, L, L), (X, X), (U,)])
 @pytest.mark.parametrize("lagging", [(), (0,)])
 def test_nobody_is_named_where_all_stand_in_their_own_start(states, lagging):

@@ -120,7 +120,10 @@ def test_the_deciding_node_takes_the_account_of_all_nodes_also_of_its_own_ranks(
     )
 
     assert incident.failure_class is FailureClass.COLLECTIVE_MISMATCH
-    assert incident.title == "rank 1 on n0 differs from others in a collective"
+    assert (
+        incident.title
+        == "rank 1 on n0 called another operation, shape or dtype than the other ranks"
+    )
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,11 @@ ENFORCED = (
     "[enforce fail at /w/third_party/gloo/gloo/transport/tcp/pair.cc:456] length <= n. {} vs 4"
 )
 
+MISMATCH = (
+    "Received data size doesn't match expected size."
+    " Is there a distributed collective mismatch in your code?"
+)
+
 
 @pytest.mark.parametrize(
     ("end", "told"),
@@ -187,6 +192,11 @@ ENFORCED = (
         (
             aborted("python: /src/a/b.cc:12: int f(int): Assertion `n > 0' failed."),
             "abort by python: b.cc:#: int f(int): Assertion `n > #' failed.",
+        ),
+        (
+            thrown("gloo::EnforceNotMet", f"{ENFORCED.format(8)}. {MISMATCH}"),
+            "abort by gloo::EnforceNotMet: [enforce fail at pair.cc:#] length <= n. # vs # "
+            + MISMATCH.partition(" in your")[0],
         ),
         (thrown("gloo::IoException", "[/w/pair.cc:5] the ring is broken"), None),
         (thrown("std::bad_alloc", "std::bad_alloc"), None),

@@ -35,6 +35,11 @@ from gpuops.model import (
 )
 from gpuops.rules import LogRule, LogSource
 
+SIZES_DIFFER = (
+    "Received data size doesn't match expected size."
+    " Is there a distributed collective mismatch in your code?"
+)
+
 
 def lost_peer(rank, at_s=100.1, **changes):
     return raised(rank, f"RuntimeError: {PEER_CLOSED}", at_s, **changes)
@@ -100,6 +105,22 @@ def test_an_abort_is_named_with_the_reason_in_its_log():
         f"rank 1 on {NODE} was ended by SIGABRT before its first step: gloo::EnforceNotMet: "
         "[enforce fail at pair.cc:456] length <= n. 20 vs 4"
     )
+
+
+def test_a_rank_that_gloo_ends_because_collectives_differ_may_be_the_one_that_noticed():
+    words = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        f"  what():  [enforce fail at /w/pair.cc:456] length <= n. 8 vs 4. {SIZES_DIFFER}",
+        "Fatal Python error: Aborted",
+    )
+    incident = incident_of(killed(1, signal="SIGABRT", log_tail=words), terminated(0))
+
+    assert (incident.failure_class, incident.side) == (
+        FailureClass.COLLECTIVE_MISMATCH,
+        Side.USER,
+    )
+    assert "[enforce fail at pair.cc:456] length <= n. 8 vs 4." in incident.title
+    assert "it, or a rank that sent to it, called another one" in incident.culprit_how
 
 
 @pytest.mark.parametrize(("early", "late"), [(0, 1), (1, 0)])

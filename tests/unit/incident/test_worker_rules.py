@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gpuops.model import Role
+from gpuops.model import FailureClass, Role, Side
 from gpuops.resources import data_dir
 from gpuops.rules import LogSource, load_rules
 
@@ -32,11 +32,13 @@ def test_no_other_rule_takes_a_rule_s_example_or_counter_example(rule):
     assert [o.id for o in others if o.role is Role.ROOT and o.matches(rule.counter_example)] == []
 
 
-def test_collective_classes_are_symptoms_only():
+def test_collective_classes_are_symptoms_only_but_for_what_the_program_itself_did():
     rules = [rule for rule in RULES if rule.failure_class.category == "collective"]
+    roots = [rule for rule in rules if rule.role is not Role.SYMPTOM]
 
-    assert rules
-    assert [rule.id for rule in rules if rule.role is not Role.SYMPTOM] == []
+    assert len(rules) > len(roots)
+    assert {rule.failure_class for rule in roots} == {FailureClass.COLLECTIVE_MISMATCH}
+    assert {rule.side for rule in roots} == {Side.USER}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=by_id)

@@ -30,6 +30,8 @@ _DECISIVE = (
 )
 _NOTHING_PENDING = CollectiveHang(kind=HangKind.NOTHING, why="no dump is there")
 FRAMES_SHOWN = 20
+# What most ranks do is known only with those of other nodes: the leader judges it.
+_BY_MOST = {HangKind.DEADLOCK, HangKind.MISMATCH}
 _PENDING_SHOWN = 2
 LINE_CHARS = 400
 
@@ -83,6 +85,8 @@ def _by_collectives(
 ) -> HangCulprits | None:
     waiting = [rank for rank, diagnosis in diagnoses.items() if diagnosis.state.waits_for_others]
     fault = ranks_at_fault(collectives, waiting)
+    if collectives.kind in _BY_MOST and not diagnoses.keys() >= set(collectives.without_dump):
+        return None
     named = () if fault is None else tuple(sorted(fault.ranks & diagnoses.keys()))
     if fault is None or not named:
         return None

@@ -67,16 +67,13 @@ def _judge(trace: StepTrace, notes: list[str]) -> tuple[list[Found], set[int]]:
     What it says besides is added to *notes*.
     """
     monitor = StragglerFleetMonitor(trace.slow_after_s, notes.append)
-    current: Sequence[Suspicion] = ()
     found: dict[object, Found] = {}
     compared: set[int] = set()
     ordered = sorted(trace.published, key=lambda item: item[:3])
     try:
         for generation, items in groupby(ordered, key=lambda item: item.generation):
-            before = current  # which is returned until there is something to judge
             for at_us, published in _moments(items):
-                current = monitor.judge(published, at_us / US_PER_S)
-                for each in () if current is before else current:
+                for each in monitor.judge(published, at_us / US_PER_S):
                     key = generation, each.entity, each.failure_class, each.level
                     found.setdefault(key, (generation, at_us, each))
                 compared |= monitor.compared()

@@ -1,5 +1,7 @@
 """Whom the leader calls slow, by what agents publish of their ranks, and why."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +148,47 @@ def test_a_generation_begins_anew_and_a_smaller_one_has_other_ranks():
     judge(monitor, publish(fleet()))
 
     assert judge(monitor, publish(fleet(3, slow=(), first=5), generation=1), 100.0) == ()
+
+
+def test_what_was_found_ends_with_its_generation():
+    """The next one has other nodes, and publishes only after its first steps."""
+    monitor = StragglerFleetMonitor(30.0)
+    assert judge(monitor, publish(fleet()))
+
+    assert monitor.judge({}, 100.0) == ()
+
+
+@pytest.mark.parametrize("also", [{}, {"0": {"steps": 3}}])
+def test_until_something_new_is_published_what_was_found_remains(also):
+    monitor = StragglerFleetMonitor(30.0)
+    published = publish(fleet())
+    before = judge(monitor, published)
+
+    later = {**published, "n7": {**published["n0"], "ranks": also}}
+    assert monitor.judge(later, 100.0) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"generation": "0", "is_whole": False, "why": "", "ranks": {}},
+        {"generation": 0, "is_whole": None, "why": "", "ranks": {}},
+        {"generation": 0, "is_whole": False, "why": {}, "ranks": {}},
+        {"generation": 0, "is_whole": False, "why": "", "ranks": [1]},
+    ],
+)
+def test_a_node_that_publishes_something_else_is_left_out(body):
+    (slow,) = judge(StragglerFleetMonitor(30.0), publish(fleet()) | {"n7": body})
+
+    assert slow.entity.id == "3"
+
+
+@pytest.mark.parametrize("number", [10**400, math.nan, math.inf, -1, "1"])
+def test_what_is_no_number_of_tokens_is_no_cause(number):
+    (slow,) = found({**fleet(), 1: about(1.0, tokens=number), 3: about(1.5, tokens=number)})
+
+    assert slow.failure_class is FailureClass.STRAGGLER_HOST
 
 
 def test_a_rank_that_is_slow_on_another_node_as_well_has_other_work():

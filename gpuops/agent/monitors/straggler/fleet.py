@@ -49,7 +49,7 @@ class _Rank:
     def number(self, name: str) -> float:
         """Return what its node published of it as *name*, 0 where it did not."""
         value = self.about.get(name, 0)
-        return float(value) if isinstance(value, int | float) else 0.0
+        return float(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0.0
 
 
 @dataclass(slots=True)
@@ -107,9 +107,12 @@ class StragglerFleetMonitor:
         self._found: tuple[Suspicion, ...] = ()
 
     def judge(self, published: Mapping[str, Json], now_s: float) -> Sequence[Suspicion]:
-        """Return who is slow by all that was *published* so far."""
+        """Return who is slow by all that was *published* so far in a generation."""
+        published = {node: body for node, body in published.items() if _is_readable(body)}
+        if all(body["generation"] != self._generation for body in published.values()):
+            self._found = ()  # of a generation that has ended
         if published != self._published:
-            self._published = dict(published)
+            self._published = published
             self._since_s = now_s if self._since_s is None else self._since_s
         if all(body["generation"] != self._generation for body in published.values()):
             self._found = ()  # that generation has ended
@@ -141,11 +144,11 @@ class StragglerFleetMonitor:
             self._generation, self._step_s = newest, None
             self._roles.clear()
         for node, body in published.items():
-            if body.get("why"):
+            if body["why"]:
                 self._log_once(
                     f"slow ranks on {node} and nodes like it: {body['why']}", body["why"]
                 )
-            for number, about in body.get("ranks", {}).items():
+            for number, about in body["ranks"].items():
                 with suppress(ValueError, TypeError, KeyError):
                     found[int(number)] = _Rank(
                         node=node, summary=unpack_summary(about["steps"]), about=about
@@ -213,6 +216,16 @@ class StragglerFleetMonitor:
         if key not in self._logged:
             self._logged.add(key)
             self._say(text)
+
+
+def _is_readable(body: Json) -> bool:
+    """Return whether *body* is what `StragglerMonitor` publishes, also that of another gpuops."""
+    return (
+        isinstance(body.get("generation"), int)
+        and isinstance(body.get("is_whole"), bool)
+        and isinstance(body.get("why"), str)
+        and isinstance(body.get("ranks"), dict)
+    )
 
 
 def find_cause(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gpuops.agent.monitors.api import Monitor, MonitoredAttempt
 from gpuops.agent.monitors.recorder.reader import read_recorders, recorder_paths
 from gpuops.agent.monitors.straggler.signs import THROTTLED, HostSigns
-from gpuops.detect.own_time import RankTrace, StepSpan, own_times, step_spans
+from gpuops.detect.own_time import RankTrace, own_times, step_spans
 from gpuops.detect.recorder_dump import RankDump
 from gpuops.detect.step_summary import pack_summary
 from gpuops.detect.step_time import StepTimeWatch
@@ -146,9 +146,9 @@ class StragglerMonitor(Monitor):
         is_reading = self._reader is not None and self._reader.is_alive()
         n_new = 0 if lead is None else len(beats.get(lead, ()))
         if lead is not None and n_new and self._is_due(watched, lead, n_new) and not is_reading:
-            spans = {rank: step_spans(kept) for rank, kept in watched.beats.items()}
+            kept = {rank: tuple(each) for rank, each in watched.beats.items()}
             self._reader = threading.Thread(
-                target=self._publish, args=(watched, spans), name="gpuops-straggler", daemon=True
+                target=self._publish, args=(watched, kept), name="gpuops-straggler", daemon=True
             )
             self._reader.start()
 
@@ -195,14 +195,14 @@ class StragglerMonitor(Monitor):
         now_s = self._clock.mono_ns() / NS_PER_S
         return watched.schedule.is_due(n_steps, spans[-1].seconds, now_s)
 
-    def _publish(self, watched: _Watched, spans: Mapping[int, Sequence[StepSpan]]) -> None:
+    def _publish(self, watched: _Watched, beats: Mapping[int, Sequence[Beat]]) -> None:
         try:
-            watched.published = self._summaries(watched, spans) or watched.published
+            watched.published = self._summaries(watched, beats) or watched.published
         except Exception:  # boundary: whatever is wrong with what was read, the run goes on
             log.warning("this node no longer looks for slow ranks", exc_info=True)
             self._hold_s = 0.0
 
-    def _summaries(self, watched: _Watched, spans: Mapping[int, Sequence[StepSpan]]) -> Json | None:
+    def _summaries(self, watched: _Watched, beats: Mapping[int, Sequence[Beat]]) -> Json | None:
         attempt, offset_ns = watched.attempt, self._offset_ns
         signs = self._signs.look(_pids(attempt), self._clock.mono_ns() / NS_PER_S)
         targets = [
@@ -215,11 +215,15 @@ class StragglerMonitor(Monitor):
         traces = {
             rank: RankTrace(
                 dump=dump,
-                spans=[s for s in spans[rank] if s.step > warm and s.start_ns >= watched.since_ns],
+                spans=[
+                    span
+                    for span in step_spans(beats[rank])
+                    if span.step > warm and span.start_ns >= watched.since_ns
+                ],
                 wall_offset_ns=offset_ns,
             )
             for rank, dump in dumps.items()
-            if rank in spans
+            if rank in beats
         }
         gpus = self._gpus_of([w.local_rank for w in attempt.workers])
         throttled = self._throttled() if gpus else ()

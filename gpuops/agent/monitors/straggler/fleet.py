@@ -22,7 +22,7 @@ from gpuops.model import Confidence, Entity, EntityKind, FailureClass, Json, Sid
 
 # Agents publish within this time of one another; then what is there is judged.
 SETTLE_S = 6.0
-# A call is in the leader's control thread, and takes up to a second then (measured: 16,384 ranks).
+# A call is in the leader's control thread: with 16,384 ranks it takes 1 to 3 s (measured, busy).
 RANK_STEPS_MAX = 65_536
 # A cause must explain this share of what the rank takes longer.
 _EXPLAINS = 0.5
@@ -114,8 +114,6 @@ class StragglerFleetMonitor:
         if published != self._published:
             self._published = published
             self._since_s = now_s if self._since_s is None else self._since_s
-        if all(body["generation"] != self._generation for body in published.values()):
-            self._found = ()  # that generation has ended
         waits = not any(body["is_whole"] for body in published.values())
         if self._since_s is None or (waits and now_s - self._since_s < SETTLE_S):
             return self._found

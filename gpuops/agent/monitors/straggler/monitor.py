@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 WARM_UP_STEPS = 20
 STEPS = 16
 EVERY_S = 600.0
-READS_MAX, READ_AGAIN_S = 3, 200.0
+# The first read, one after a rise, and each once more.
+READS_MAX, READ_AGAIN_S = 4, 200.0
 READ_S = 5.0
 _BEATS_KEPT, _BEATS_BEFORE = 256, 4
 _STEP_S_MIN = 1e-4

@@ -13,9 +13,11 @@ import statistics
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gpuops.detect.own_time import Measure, RankSteps
+from gpuops.detect.slow_rank import GROUP_MIN
 
 STEPS_MAX = 30
 _HEAD = struct.Struct("<IffBBI")
@@ -108,6 +110,36 @@ def own_by_step(summaries: Mapping[int, StepSummary]) -> dict[int, dict[int, flo
         }
         for step, by_rank in seconds.items()
     }
+
+
+def slowdowns_of(published: Mapping[str, object]) -> dict[str, float]:
+    """Return by node how many times as long its slowest rank worked as those of its role.
+
+    *published* is what their straggler monitors say; what cannot be read is left out, and a role of
+    fewer than `GROUP_MIN` ranks: of two nobody can say which is slow.
+    """
+    nodes: dict[int, str] = {}
+    roles: dict[int, dict[int, StepSummary]] = {}
+    for node, body in published.items():
+        ranks = body.get("ranks") if isinstance(body, Mapping) else None
+        for rank, about in ranks.items() if isinstance(ranks, Mapping) else ():
+            with suppress(ValueError, TypeError, KeyError):
+                summary, number = unpack_summary(about["steps"]), int(rank)
+                roles.setdefault(summary.role, {})[number] = summary
+                nodes[number] = node
+    found: dict[str, float] = {}
+    for peers in roles.values():
+        times: dict[int, list[float]] = {}
+        for step_s in own_by_step(peers).values():
+            for rank, seconds in step_s.items():
+                times.setdefault(rank, []).append(seconds)
+        own = {rank: statistics.median(each) for rank, each in times.items()}
+        if len(own) < GROUP_MIN:
+            continue
+        middle_s = statistics.median(own.values())
+        for rank, own_s in own.items():
+            found[nodes[rank]] = max(found.get(nodes[rank], 0.0), own_s / middle_s)
+    return found
 
 
 def gain_without(step_s: float, own_s: float, peers_s: float) -> float:

@@ -5,15 +5,13 @@ None. What other processes wrote is bounded and read by type.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 from gpuops.control.record import ControlRecord, Member, Roster
-from gpuops.detect.slow_rank import GROUP_MIN
-from gpuops.detect.step_summary import StepSummary, own_by_step, unpack_summary
+from gpuops.detect.step_summary import slowdowns_of
 from gpuops.model import Json
 from gpuops.store.queries.run_queries import AttemptRow, DecisionRow, ExclusionRow, RunRow
 from gpuops.units import US_PER_S
@@ -213,6 +211,7 @@ def from_agent(state: Mapping[str, Any]) -> RunView:
         steps_counted=min(counts) if counts and len(counts) == len(ranks) else None,
         silent_s=min(silent, default=None),
         step_s=seconds_or_none(state.get("step_seconds")),
+        slowdown=seconds_or_none(state.get("slowdown")),
     )
     used, most = budget_of(state)
     return RunView(
@@ -369,33 +368,6 @@ def _node_json(node: RunNodeView) -> Json:
         "step_seconds": node.step_s,
         "slowdown": None if node.slowdown is None else round(node.slowdown, 3),
     }
-
-
-def slowdowns_of(published: Mapping[str, object]) -> dict[str, float]:
-    """Return by agent how many times as long its slowest rank worked as those of its role.
-
-    A role of fewer than `GROUP_MIN` ranks is left out: of two nobody can say which is slow.
-    """
-    agents: dict[int, str] = {}
-    roles: dict[int, dict[int, StepSummary]] = {}
-    for agent, body in published.items():
-        ranks = body.get("ranks") if isinstance(body, Mapping) else None
-        for rank, about in ranks.items() if isinstance(ranks, Mapping) else ():
-            with suppress(ValueError, TypeError, KeyError):
-                summary, number = unpack_summary(about["steps"]), int(rank)
-                roles.setdefault(summary.role, {})[number] = summary
-                agents[number] = agent
-    found: dict[str, float] = {}
-    for peers in roles.values():
-        times: dict[int, list[float]] = {}
-        for own_s in own_by_step(peers).values():
-            for rank, seconds in own_s.items():
-                times.setdefault(rank, []).append(seconds)
-        own = {rank: median(each) for rank, each in times.items()}
-        for rank, seconds in own.items() if len(own) >= GROUP_MIN else ():
-            ratio = seconds / median(own.values())
-            found[agents[rank]] = max(found.get(agents[rank], 0.0), ratio)
-    return found
 
 
 def checkpoint_of(value: object) -> CheckpointView | None:

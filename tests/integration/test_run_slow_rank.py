@@ -24,6 +24,8 @@ def test_an_incident_names_the_slow_rank_and_of_a_healthy_run_nobody_is_named(tm
         (incident,) = wait_until(lambda: slow.directory and slow.incidents(), what="an incident")
         # Its steps are shorter, so that it was read and judged as often by now.
         assert healthy.incidents() == [], healthy.said()
+        assert run_command(["run", "status", "--json", "--run-dir", str(slow.directory)]) == 0
+        status = json.loads(capsys.readouterr().out)
         for run in (slow, healthy):
             run.signal()
             run.finish()
@@ -33,6 +35,10 @@ def test_an_incident_names_the_slow_rank_and_of_a_healthy_run_nobody_is_named(tm
     assert "rank 1 takes 1." in incident["title"]
     assert "as long as 2 ranks" in incident["title"]
     assert "suspected" not in healthy.said()
+    (node,) = status["nodes"]
+    assert "rank 1 takes 1." in status["doubted"][node["node"]]
+    assert node["slowdown"] > 1.0
+    assert status["step_seconds"] > 0.2
     # What was recorded has the same verdicts.
     assert run_command(["detect", "replay", "--json", str(slow.directory)]) == 1
     named = json.loads(capsys.readouterr().out)["slow"][-1]

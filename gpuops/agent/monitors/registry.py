@@ -27,7 +27,7 @@ from gpuops.control.record import pack
 from gpuops.control.store import ControlStoreError
 from gpuops.host.clock import Clock
 from gpuops.incident.suspicion import Suspicion
-from gpuops.model import Evidence
+from gpuops.model import Evidence, Json
 from gpuops.units import NS_PER_S
 from gpuops.wire.ring import Beat
 
@@ -92,9 +92,11 @@ class MonitorGroup:
         self._safely = safely
         self._next_ns = 0
         self._writer: threading.Thread | None = None
+        self.published: dict[str, Json] = {}  # the newest of this generation, by monitor
 
     def begin(self, watched: MonitoredAttempt) -> None:
         """Watch a generation."""
+        self.published.clear()
         self._each("watching the workers", lambda monitor: monitor.begin(watched))
 
     def feed(self, beats: Mapping[int, Sequence[Beat]]) -> None:
@@ -136,6 +138,7 @@ class MonitorGroup:
             if len(value) > PUBLISHED_BYTES_MAX:
                 raise ValueError(f"{monitor.name} publishes {len(value)} bytes")
             values[self._control.keys.published(monitor.name, self._control.me.agent)] = value
+            self.published[monitor.name] = body
             self._each("recording steps", lambda each: each.published(monitor.name, body))
 
         self._each("publishing", ask)

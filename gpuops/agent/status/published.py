@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from gpuops.agent.checkpoint.messages import FIELD
 from gpuops.agent.elastic.attempt import Attempt
 from gpuops.agent.launch.services import Services
+from gpuops.agent.monitors.straggler.fleet import StragglerFleetMonitor
 from gpuops.agent.status.state import AgentState, RankStatus, checkpoint_json, run_state
 from gpuops.control.record import RecordError, unpack
 from gpuops.control.store import Entry
+from gpuops.detect.step_summary import slowdowns_of
 from gpuops.incident.budget import count_failures
 from gpuops.model import Json
 from gpuops.units import NS_PER_S
@@ -93,6 +95,9 @@ class PublishedSnapshot:
             world_size=None if assignment is None else assignment.roster.world_size,
             ranks=() if attempt is None else self._ranks(attempt),
             step_s=parts.step_tracker.step_s(),
+            slowdown=slowdowns_of(
+                {parts.node: parts.monitors.published.get(StragglerFleetMonitor.name)}
+            ).get(parts.node),
             excluded=record.excluded,
             doubted=record.suspected,
             decision=record.decision,

@@ -83,6 +83,7 @@ class AgentState:
     world_size: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     step_s: float | None = None  # of this node's last steps, in the median
+    slowdown: float | None = None  # of its slowest rank beside its peers here
     excluded: Mapping[str, str] = field(default_factory=dict)
     doubted: Mapping[str, str] = field(default_factory=dict)
     decision: RestartDecision | None = None
@@ -127,6 +128,7 @@ def state_json(state: AgentState, now_ns: int) -> Json:
         "world_size": state.world_size,
         "ranks": [_rank(rank, now_ns) for rank in state.ranks[:RANKS_MAX]],
         "step_seconds": None if state.step_s is None else round(state.step_s, 6),
+        "slowdown": None if state.slowdown is None else round(state.slowdown, 3),
         "excluded": dict(state.excluded),
         "doubted": dict(state.doubted),
         "decision": state.decision and state.decision.to_json(),

@@ -14,6 +14,7 @@ from gpuops.detect.step_summary import (
     gain_without,
     own_by_step,
     pack_summary,
+    slowdowns_of,
     unpack_summary,
 )
 
@@ -114,3 +115,23 @@ def test_more_time_in_collectives_than_in_the_step_leaves_little_of_ones_own():
 )
 def test_the_job_without_a_slow_rank_is_faster_by_what_the_others_wait(own_s, gain):
     assert gain_without(1.0, own_s, 0.8) == pytest.approx(gain)
+
+
+@pytest.mark.parametrize(
+    "body", [None, 7, {}, {"ranks": 7}, {"ranks": {"x": 7, "1": {"steps": "?"}, "2": {}}}]
+)
+def test_what_nobody_can_read_of_own_times_slows_no_node(body):
+    assert slowdowns_of({"n1": body}) == {}
+
+
+def test_a_node_is_as_slow_as_its_slowest_rank_beside_those_of_its_role():
+    def body(**own_s):
+        made = {rank[1:]: dict.fromkeys(range(16), value) for rank, value in own_s.items()}
+        return {
+            "ranks": {rank: {"steps": pack_summary(steps_of(own))} for rank, own in made.items()}
+        }
+
+    found = slowdowns_of({"n1": body(r0=1.0, r1=1.0), "n2": body(r2=1.5, r3=1.0)})
+
+    assert found == {"n1": pytest.approx(1.0), "n2": pytest.approx(1.5)}
+    assert slowdowns_of({"n1": body(r0=1.0, r1=2.0)}) == {}, "of two nobody can say which"

@@ -42,7 +42,6 @@ from gpuops.report.run_view import (
     from_agent,
     from_files,
     from_store,
-    slowdowns_of,
 )
 from gpuops.store.queries.run_queries import ExclusionRow
 from gpuops.units import NS_PER_S
@@ -176,13 +175,6 @@ def steps_of(seconds):
     return RankSteps(role=3, measure=Measure.OWN, seconds=own_s, step_s=1.5)
 
 
-@pytest.mark.parametrize(
-    "body", [None, 7, {}, {"ranks": 7}, {"ranks": {"x": 7, "1": {"steps": "?"}, "2": {}}}]
-)
-def test_what_nobody_can_read_of_own_times_is_left_out(body):
-    assert slowdowns_of({"agent": body}) == {}
-
-
 def test_steps_that_are_only_counted_are_shown_as_that():
     board = a_board(FakeClock())
     key = ControlKeys(run_id=read_control_store(board).run_id).heartbeat(str(UUID(int=1)))
@@ -284,13 +276,20 @@ STATE = agent_state(
 
 
 def test_an_agent_knows_its_own_node():
-    state = replace(STATE, step_s=0.25)
+    state = replace(STATE, step_s=0.25, slowdown=1.25)
     view = from_agent(json.loads(json.dumps(state_json(state, 10 * NS_PER_S))))
 
     assert (view.source, view.generation, view.phase, view.phase_s) == ("agent", 3, "gather", 5.0)
     assert view.nodes == (
         RunNodeView(
-            node="n1", group_rank=0, first_rank=4, ranks=2, step=8, silent_s=1.0, step_s=0.25
+            node="n1",
+            group_rank=0,
+            first_rank=4,
+            ranks=2,
+            step=8,
+            silent_s=1.0,
+            step_s=0.25,
+            slowdown=1.25,
         ),
     )
     assert (view.restarts_used, view.restarts_max, view.excluded) == (1, 3, {"n9": "sick"})

@@ -23,6 +23,8 @@ _EQUAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier", "br
 BATCH = "coalesced"
 _RING = "they wait in one group for ranks that wait for them in another"
 _NOTHING = "no collective is pending"
+_NOT_CALLED = "the others wait in a collective that they have not called"
+_STUCK = "the others wait for ranks that wait in what all who take part have called"
 _TEXTS_MAX = 4
 _RANKS_CHARS_MAX = 60
 
@@ -87,21 +89,24 @@ def _verdict(job: "_Job") -> tuple[HangKind, Collection[int], str]:
     if stalled := job.stalled():
         return HangKind.STALLED, stalled, "their peers completed what they only called"
     if edges := job.edges():
-        return _ends_of_chains(job.dumps, edges, _most_waiting(job).keys())
+        return _ends_of_chains(job, edges, _most_waiting(job).keys())
     return HangKind.ALL_IN, (), "all ranks have called what is pending"
 
 
 def _ends_of_chains(
-    known: Collection[int], edges: Mapping[int, set[int]], most_waiting: Collection[int]
+    job: "_Job", edges: Mapping[int, set[int]], most_waiting: Collection[int]
 ) -> tuple[HangKind, Collection[int], str]:
     """Return the ranks that others wait for and that wait for nobody; else a ring of ranks.
 
+    Nobody where these wait in what all have called: the network between them does not get on.
     Of a ring those are named that wait elsewhere than most, if more than half of all that wait do
     so in one collective: they left it out, or called another one first.
     """
     awaited = {other for others in edges.values() for other in others}
-    if absent := (awaited & set(known)) - edges.keys():
-        return HangKind.ABSENT, absent, "the others wait in a collective that they have not called"
+    if absent := (awaited & job.dumps.keys()) - edges.keys():
+        if named := absent - job.stuck():
+            return HangKind.ABSENT, named, _NOT_CALLED
+        return HangKind.ALL_IN, (), _STUCK
     if ring := _in_cycles({rank: others & edges.keys() for rank, others in edges.items()}):
         elsewhere = ring.difference(most_waiting) if 2 * len(most_waiting) > len(edges) else ring
         return HangKind.DEADLOCK, elsewhere or ring, _RING
@@ -143,7 +148,7 @@ def _place_text(
         yield set(), f"{_who(waiting)} {_verb(waiting, 'waits', 'wait')} in {where}"
     elif kind is HangKind.STALLED and named and completed:
         yield set(), f"{_who(named)} called {where}, which a peer completed"
-    elif kind is HangKind.ALL_IN:
+    elif kind is HangKind.ALL_IN and not behind:
         yield set(), f"all ranks called {where}, and none completed it"
 
 
@@ -233,6 +238,19 @@ class _Job:
             late = {rank for rank in self.members(group) if called.get(rank, -1) < number}
             self._behind[place] = late
         return self._behind[place]
+
+    def stuck(self) -> set[int]:
+        """Return the ranks with a pending call that all of its group, two or more, have made."""
+        return {
+            rank
+            for (rank, _), call in self.pending.items()
+            if (
+                call.peer is not None and not self._silent_peer(rank, call)
+                if call.is_p2p
+                else not self.behind((call.group, call.number))
+                and len(self.calls[call.group, call.number]) > 1
+            )
+        }
 
     def group_text(self, group: str) -> str:
         """Return the name of *group* with its ranks."""

@@ -135,6 +135,51 @@ def test_a_receive_without_its_send_waits_for_the_other_end(answers):
     assert (found.kind, found.ranks) == expected
 
 
+def test_who_waits_behind_a_link_that_is_lost_blames_neither_of_its_ends():
+    """All of a pipeline wait for stage 2, whose receive has its send: the message is on its way."""
+    members = {"pp": {"ranks": [0, 1, 2, 3]}}
+    calls = {
+        0: ["recv 0<-1"],
+        1: ["send 1->2", "recv 1<-2"],
+        2: ["recv 2<-1"],
+        3: ["recv 3<-2"],
+    }
+    dumps = [
+        parse_dump(
+            {
+                "entries": [entry("pp", 0, f"nccl:{call}", is_p2p=True) for call in of_rank],
+                "pg_config": members,
+            },
+            rank,
+        )
+        for rank, of_rank in calls.items()
+    ]
+
+    found = diagnose(dumps)
+
+    assert (found.kind, found.ranks) == (HangKind.ALL_IN, ())
+    assert "what all who take part have called" in found.how
+
+
+@pytest.mark.parametrize("sleeper", [None, 9])
+def test_who_waits_behind_a_collective_that_all_have_called_blames_none_of_these(sleeper):
+    """Ranks 4 to 7 are in a collective over a network that fails; the others wait for them."""
+    job = job_of(
+        never_completes=dict.fromkeys(range(4, 8), 4),
+        stops_before={} if sleeper is None else {sleeper: 2},
+    )
+
+    found = diagnose(dumps_of(job))
+
+    if sleeper is None:
+        assert (found.kind, found.ranks) == (HangKind.ALL_IN, ())
+        assert "group tp1 (ranks 4-7)" in found.how
+        assert "none completed it" in found.how
+        assert found.how.count("group") == 1, "what some have not called is left out"
+    else:
+        assert (found.kind, found.ranks) == (HangKind.ABSENT, (sleeper,))
+
+
 def test_of_a_batch_of_sends_only_its_own_entry_is_complete():
     sent = entry("0", 0, "nccl:send 1->2", is_p2p=True, p2p_seq_id=5)
     batch = entry("0", 0, "nccl:coalesced", is_complete=True, is_p2p=True, p2p_seq_id=5)

@@ -119,13 +119,13 @@ def slowdowns_of(published: Mapping[str, object]) -> dict[str, float]:
     fewer than `GROUP_MIN` ranks: of two nobody can say which is slow.
     """
     nodes: dict[int, str] = {}
-    roles: dict[int, dict[int, StepSummary]] = {}
+    roles: dict[tuple[int, Measure], dict[int, StepSummary]] = {}
     for node, body in published.items():
         ranks = body.get("ranks") if isinstance(body, Mapping) else None
         for rank, about in ranks.items() if isinstance(ranks, Mapping) else ():
             with suppress(ValueError, TypeError, KeyError):
                 summary, number = unpack_summary(about["steps"]), int(rank)
-                roles.setdefault(summary.role, {})[number] = summary
+                roles.setdefault((summary.role, summary.measure), {})[number] = summary
                 nodes[number] = node
     found: dict[str, float] = {}
     for peers in roles.values():

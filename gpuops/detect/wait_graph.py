@@ -25,6 +25,7 @@ _RING = "they wait in one group for ranks that wait for them in another"
 _NOTHING = "no collective is pending"
 _NOT_CALLED = "the others wait in a collective that they have not called"
 _STUCK = "the others wait for ranks that wait in what all who take part have called"
+_MESSAGES = "they wait for messages of one another: one is lost, or was never sent"
 _TEXTS_MAX = 4
 _RANKS_CHARS_MAX = 60
 
@@ -99,8 +100,9 @@ def _ends_of_chains(
     """Return the ranks that others wait for and that wait for nobody; else a ring of ranks.
 
     Nobody where these wait in what all have called: the network between them does not get on.
-    Of a ring those are named that wait elsewhere than most, if more than half of all that wait do
-    so in one collective: they left it out, or called another one first.
+    Nor of a ring of sends and receives alone: one that is complete on its side may be lost.
+    Of another ring those are named that wait elsewhere than most, if more than half of all that
+    wait do so in one collective: they left it out, or called another one first.
     """
     awaited = {other for others in edges.values() for other in others}
     if absent := (awaited & job.dumps.keys()) - edges.keys():
@@ -108,6 +110,8 @@ def _ends_of_chains(
             return HangKind.ABSENT, named, _NOT_CALLED
         return HangKind.ALL_IN, (), _STUCK
     if ring := _in_cycles({rank: others & edges.keys() for rank, others in edges.items()}):
+        if job.waits_for_messages_only(ring):
+            return HangKind.ALL_IN, (), _MESSAGES
         elsewhere = ring.difference(most_waiting) if 2 * len(most_waiting) > len(edges) else ring
         return HangKind.DEADLOCK, elsewhere or ring, _RING
     return HangKind.ABSENT, (), "the others wait for ranks that left no dump"
@@ -238,6 +242,10 @@ class _Job:
             late = {rank for rank in self.members(group) if called.get(rank, -1) < number}
             self._behind[place] = late
         return self._behind[place]
+
+    def waits_for_messages_only(self, ranks: Collection[int]) -> bool:
+        """Return whether all pending calls of *ranks* are sends and receives."""
+        return all(call.is_p2p for (rank, _), call in self.pending.items() if rank in ranks)
 
     def stuck(self) -> set[int]:
         """Return the ranks with a pending call that all of its group, two or more, have made."""

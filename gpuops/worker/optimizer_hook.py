@@ -232,7 +232,7 @@ def _time_loader(
 
     @wraps(fetch)
     def timed(batches: Any) -> Any:  # noqa: ANN401
-        if spent.is_inside or _is_compiling():
+        if _is_compiling() or spent.is_inside:
             return fetch(batches)
         begun_ns = mono_ns()
         try:

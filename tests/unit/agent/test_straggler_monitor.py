@@ -210,6 +210,20 @@ def test_sixteen_ranks_fit_into_what_a_node_may_publish(tmp_path):
     assert len(value) <= PUBLISHED_BYTES_MAX
 
 
+@pytest.mark.parametrize(("n_ranks", "n_published"), [(17, 17), (36, 36), (37, 0)])
+def test_of_more_ranks_only_the_steps_are_published_or_why_they_are_not(
+    tmp_path, n_ranks, n_published
+):
+    node = Node(tmp_path, n_ranks=n_ranks)
+
+    node.run_until(100 + 50 * PACE_S)
+
+    published = node.monitor.publish()
+    assert len(published["ranks"]) == n_published
+    assert len(pack({"generation": 2, "published": published})) <= PUBLISHED_BYTES_MAX
+    assert (published["why"] == "") == bool(n_published)
+
+
 def test_a_schedule_reads_twice_and_then_rests():
     schedule = ReadSchedule(60.0)
     reads = [n for n in range(9000) if schedule.is_due(n, 0.2, n * 0.2)]

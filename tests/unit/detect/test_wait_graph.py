@@ -161,6 +161,18 @@ def test_who_waits_behind_a_link_that_is_lost_blames_neither_of_its_ends():
     assert "what all who take part have called" in found.how
 
 
+def test_ranks_that_wait_for_messages_of_one_another_are_not_blamed():
+    """Rank 0 has sent, and waits for the answer; what it sent was lost on its way to rank 1."""
+    sent = entry("0", 0, "nccl:send 0->1", is_p2p=True, is_complete=True, p2p_seq_id=1)
+    waits = entry("0", 0, "nccl:recv 0<-1", is_p2p=True, p2p_seq_id=2)
+    receives = entry("0", 0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=1)
+
+    found = diagnose([built(0, sent, waits), built(1, receives)])
+
+    assert (found.kind, found.ranks) == (HangKind.ALL_IN, ())
+    assert "one is lost, or was never sent" in found.how
+
+
 @pytest.mark.parametrize("sleeper", [None, 9])
 def test_who_waits_behind_a_collective_that_all_have_called_blames_none_of_these(sleeper):
     """Ranks 4 to 7 are in a collective over a network that fails; the others wait for them."""

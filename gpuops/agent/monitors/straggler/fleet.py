@@ -101,7 +101,7 @@ class StragglerFleetMonitor:
         self._published: Mapping[str, Json] = {}
         self._since_s: float | None = None  # when the first of what is not judged yet came
         self._step_s: float | None = None
-        self._roles: dict[int, _Role] = {}
+        self._roles: dict[Hashable, _Role] = {}
         self._nodes_named: dict[int, str] = {}  # of ranks, in all generations
         self._logged: set[Hashable] = set()
         self._found: tuple[Suspicion, ...] = ()
@@ -118,9 +118,9 @@ class StragglerFleetMonitor:
         if self._since_s is None or (waits and now_s - self._since_s < SETTLE_S):
             return self._found
         self._since_s = None
-        by_role: dict[int, dict[int, _Rank]] = defaultdict(dict)
+        by_role: dict[Hashable, dict[int, _Rank]] = defaultdict(dict)
         for rank, item in self._ranks(published).items():
-            by_role[item.summary.role][rank] = item
+            by_role[item.summary.role, item.summary.measure][rank] = item
         self._found = tuple(s for key, role in by_role.items() for s in self._judge(key, role))
         if any(role.is_behind for role in self._roles.values()):
             self._since_s = now_s - SETTLE_S
@@ -153,7 +153,7 @@ class StragglerFleetMonitor:
                     )
         return found
 
-    def _judge(self, key: int, ranks: Mapping[int, _Rank]) -> Iterator[Suspicion]:
+    def _judge(self, key: Hashable, ranks: Mapping[int, _Rank]) -> Iterator[Suspicion]:
         role = self._roles.setdefault(key, _Role())
         role.feed(ranks)
         if len(ranks) < GROUP_MIN:

@@ -36,6 +36,8 @@ EVERY_S = 600.0
 # The first read, one after a rise, and each once more.
 READS_MAX, READ_AGAIN_S = 4, 200.0
 READ_S = 5.0
+# What a node publishes has 4 KiB: 100 bytes a rank, and up to 120 more with what is seen of it.
+RANKS_MAX, RANKS_WITH_SIGNS_MAX = 36, 16
 _BEATS_KEPT, _BEATS_BEFORE = 256, 4
 _STEP_S_MIN = 1e-4
 _CLOCK_STEP_NS = 10**6
@@ -234,6 +236,10 @@ class StragglerMonitor(Monitor):
             if (uuid := gpus.get(w.local_rank)) is not None
         }
         own, why = own_times(traces, attempt.world_size or 0)
+        if len(own) > RANKS_MAX:
+            own, why = {}, f"a node publishes the steps of {RANKS_MAX} ranks at most"
+        if len(own) > RANKS_WITH_SIGNS_MAX:
+            signs, also = {rank: {} for rank in signs}, {}
         return {
             "generation": attempt.generation,
             "is_whole": len(attempt.workers) == attempt.world_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from gpuops.agent.monitors.straggler.fleet import SETTLE_S, StragglerFleetMonitor
+from gpuops.agent.monitors.straggler.fleet import SETTLE_S, StragglerFleetMonitor, is_readable
 from gpuops.detect.step_trace import Published, StepTrace
 from gpuops.detect.wait_graph import ranks_text
 from gpuops.errors import EXIT_FAIL, EXIT_OK, EXIT_UNKNOWN, UsageError
@@ -70,6 +70,10 @@ def _judge(trace: StepTrace, notes: list[str]) -> tuple[list[Found], set[int]]:
     found: dict[object, Found] = {}
     compared: set[int] = set()
     ordered = sorted(trace.published, key=lambda item: item[:3])
+    if foreign := next((item for item in ordered if not is_readable(item.body)), None):
+        raise UsageError(
+            f"what was published in the trace cannot be judged: {str(foreign.body)[:200]!r}"
+        )
     try:
         for generation, items in groupby(ordered, key=lambda item: item.generation):
             for at_us, published in _moments(items):

@@ -108,7 +108,7 @@ class StragglerFleetMonitor:
 
     def judge(self, published: Mapping[str, Json], now_s: float) -> Sequence[Suspicion]:
         """Return who is slow by all that was *published* so far in a generation."""
-        published = {node: body for node, body in published.items() if _is_readable(body)}
+        published = {node: body for node, body in published.items() if is_readable(body)}
         if all(body["generation"] != self._generation for body in published.values()):
             self._found = ()  # of a generation that has ended
         if published != self._published:
@@ -216,7 +216,7 @@ class StragglerFleetMonitor:
             self._say(text)
 
 
-def _is_readable(body: Json) -> bool:
+def is_readable(body: Mapping[str, object]) -> bool:
     """Return whether *body* is what `StragglerMonitor` publishes, also that of another gpuops."""
     return (
         isinstance(body.get("generation"), int)

@@ -21,11 +21,10 @@ from gpuops.burnin.results import (
     WrongResult,
     shown,
 )
+from gpuops.detect.spread import robust_sigma
 from gpuops.model import Entity, EntityKind, FailureClass, Finding, Status, UnknownReason
 
 PEERS_MIN = 3
-# The median absolute deviation of a normal distribution is 1/1.4826 of its standard deviation.
-_MAD_TO_SIGMA = 1.4826
 _SIGMAS = 3
 # Disks of a node differ, and are not compared with each other.
 _COMPARED = frozenset({EntityKind.GPU, EntityKind.CPU, EntityKind.LINK})
@@ -293,7 +292,7 @@ def _against_peers(
     others = [other.median for other in group if other is not item]
     typical = statistics.median(others)
     worse = percent_worse(item, typical)
-    sigma = _MAD_TO_SIGMA * statistics.median(abs(other - typical) for other in others)
+    sigma = robust_sigma(others)
     if worse < limits.warn_percent or worse < _SIGMAS * 100 * sigma / typical:
         return None
     failed = limits.fail_percent is not None and worse >= limits.fail_percent

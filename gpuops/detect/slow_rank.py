@@ -20,13 +20,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from gpuops.detect.spread import robust_sigma
+
 GROUP_MIN = 3
 WINDOW, LONG_WINDOW = 10, 30
 HOLD = 5
 # Before so many steps nobody is named; where steps differ much, before the second number.
 STEPS_MIN, NOISY_STEPS_MIN = WINDOW + HOLD - 1, LONG_WINDOW + HOLD - 1
 _FLOOR = 0.01
-_MAD_TO_SIGMA = 1.4826
 # The standard error of a median, and of a midmean, by that of a mean, of normal values.
 _MEDIAN_TO_MEAN, _MIDMEAN_TO_MEAN = 1.2533, 1.1
 # Of more ranks one does not change the spread of all.
@@ -110,7 +111,7 @@ class SlowRankDetector(Generic[Rank]):
         for rank, other in _medians_of_others(logs).items():
             self._tracks.setdefault(rank, _Track()).ratios.append(logs[rank] - other)
         tracks = {rank: self._tracks[rank] for rank in group}
-        noise = statistics.median(_spread([*t.ratios][-WINDOW:]) for t in tracks.values())
+        noise = statistics.median(robust_sigma([*t.ratios][-WINDOW:]) for t in tracks.values())
         regime = _regime_of(noise)
         window, is_noisy = regime.window, regime is _NOISY
         ready = {
@@ -119,7 +120,7 @@ class SlowRankDetector(Generic[Rank]):
         level_of = _midmean if is_noisy else statistics.median
         to_mean = _MIDMEAN_TO_MEAN if is_noisy else _MEDIAN_TO_MEAN
         levels = {rank: level_of(ratios) for rank, ratios in ready.items()}
-        spreads = {rank: _spread(ratios) for rank, ratios in ready.items()}
+        spreads = {rank: robust_sigma(ratios) for rank, ratios in ready.items()}
         usual = statistics.median(spreads.values()) if spreads else 0.0
         between = _spreads_between(levels)
         for rank, level in levels.items():
@@ -174,9 +175,10 @@ def _spreads_between(levels: Mapping[Rank, float]) -> dict[Rank, float]:
     if len(levels) <= GROUP_MIN:
         return dict.fromkeys(levels, 0.0)
     if len(levels) > _LEAVE_ONE_OUT_MAX:
-        return dict.fromkeys(levels, _spread(levels.values()))
+        return dict.fromkeys(levels, robust_sigma(levels.values()))
     return {
-        rank: _spread(level for other, level in levels.items() if other != rank) for rank in levels
+        rank: robust_sigma(level for other, level in levels.items() if other != rank)
+        for rank in levels
     }
 
 
@@ -184,10 +186,3 @@ def _midmean(values: Sequence[float]) -> float:
     """Return the mean of the middle half of *values*: a quarter of them may be anything."""
     n_cut = len(values) // 4
     return statistics.fmean(sorted(values)[n_cut : len(values) - n_cut])
-
-
-def _spread(values: Iterable[float]) -> float:
-    """Return the robust standard deviation of *values*."""
-    found = [*values]
-    middle = statistics.median(found)
-    return _MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in found)

@@ -12,6 +12,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
+from gpuops.detect.spread import robust_sigma
+
 RISE = 0.10
 REFERENCE_STEPS, REFERENCE_MIN = 50, 20
 _ALARM = 5.0
@@ -19,7 +21,6 @@ _CLIP = 4.0
 _SIGMA_MIN = 0.005
 _VERIFIED = 0.8
 _STEPS_MIN = 2
-_MAD_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ class StepTimeWatch:
             self._reference.append(value)
             return None
         middle = statistics.median(self._reference)
-        spread = statistics.median(abs(x - middle) for x in self._reference)
-        sigma = max(_MAD_TO_SIGMA * spread, _SIGMA_MIN)
+        sigma = max(robust_sigma(self._reference), _SIGMA_MIN)
         slack = min(0.5 * math.log1p(RISE) / sigma, 2.0)
         score = max(-_CLIP, min(_CLIP, (value - middle) / sigma))
         self._sum = max(0.0, self._sum + score - slack)

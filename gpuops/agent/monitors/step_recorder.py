@@ -45,8 +45,8 @@ class StepRecorder(Monitor):
         self._writer = threading.Thread()
 
     def begin(self, watched: MonitoredAttempt) -> None:
-        """Begin the file of a generation."""
-        self.close()
+        """Begin the file of a generation; what is left of the one before is still written."""
+        self._write()
         ranks = sorted(worker.rank for worker in watched.workers)
         if self._bytes_left is None:
             self._bytes_left = BYTES_MAX * len(ranks) // max(watched.world_size or 0, len(ranks), 1)
@@ -77,11 +77,9 @@ class StepRecorder(Monitor):
 
     def close(self) -> None:
         """Write what is left, unless the file system does not answer for `_CLOSE_S`."""
-        for _ in range(2):
-            if self._writer.ident is not None:
-                self._writer.join(_CLOSE_S)
-            if not self._writer.is_alive():
-                self._write()
+        self._write()
+        if self._writer.ident is not None:
+            self._writer.join(_CLOSE_S)
 
     def _is_new(self, key: int | str, value: object) -> bool:
         before, self._last[key] = self._last.get(key, STEP_UNKNOWN), value
@@ -96,12 +94,13 @@ class StepRecorder(Monitor):
     def _write(self) -> None:
         lines, self._lines = self._lines, []
         if self._path is not None and lines:
-            self._writer = threading.Thread(
-                target=self._append, args=(self._path, "".join(lines)), daemon=True
-            )
+            args = (self._writer, self._path, "".join(lines))
+            self._writer = threading.Thread(target=self._append, args=args, daemon=True)
             self._writer.start()
 
-    def _append(self, path: Path, text: str) -> None:
+    def _append(self, before: threading.Thread, path: Path, text: str) -> None:
+        if before.ident is not None:
+            before.join()
         data, left = gzip.compress(text.encode()), self._bytes_left or 0
         if len(data) > left:
             self._stop(f"the traces of a run have at most {BYTES_MAX >> 20} MiB")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,3 +171,23 @@ def test_without_workers_nothing_is_written(recorder, clock):
     recorder.begin(watched(Path("/nowhere"), ranks=()))
     recorder.feed({})
     recorder.close()
+
+
+def test_a_generation_begins_while_what_the_one_before_wrote_is_not_on_disk(
+    recorder, clock, tmp_path
+):
+    """The pipe in place of its file has no reader: who opens it waits, as on a disk that hangs."""
+    os.mkfifo(tmp_path / "steps-4.jsonl.gz")
+    recorder.begin(watched(tmp_path))
+    recorder.feed({4: [beat(clock, 1)]})
+    (tmp_path / "next").mkdir()
+    recorder.begin(watched(tmp_path / "next", generation=1))
+    recorder.feed({4: [beat(clock, 1)]})
+    assert recorder._writer.is_alive()
+
+    pipe = os.open(tmp_path / "steps-4.jsonl.gz", os.O_RDONLY)
+    recorder.close()
+    os.close(pipe)
+
+    head, step = lines_of(tmp_path / "next" / "steps-4.jsonl.gz")
+    assert (head["generation"], step["step"]) == (1, 1)

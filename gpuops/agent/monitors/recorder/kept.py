@@ -20,7 +20,8 @@ from gpuops.units import format_bytes
 log = logging.getLogger(__name__)
 
 BYTES_MAX = 64 * 2**20  # of a run on a node
-_scrub = lru_cache(maxsize=4096)(scrub)  # a dump repeats a few texts in thousands of entries
+_scrub_short = lru_cache(maxsize=4096)(scrub)  # a dump repeats a few texts in many entries
+_SHORT_CHARS = 256
 
 
 def keep_recorders(
@@ -56,6 +57,10 @@ def _make_room(run: Path, bytes_max: int) -> None:
         log.warning("%s is removed: flight recorders of a run may be at most 64 MiB", path)
         path.unlink(missing_ok=True)
         total -= found.st_size
+
+
+def _scrub(text: str) -> str:
+    return _scrub_short(text) if len(text) <= _SHORT_CHARS else scrub(text)
 
 
 def _scrubbed(value: object) -> object:

@@ -70,10 +70,11 @@ class DrillHook:
             self._sleep(share * statistics.median(self._normal_s))
 
     def _inject(self) -> None:
-        if self._drill.is_meant(self._rank) and self._drill.kind in ALONE_KINDS:
+        is_meant = self._drill.is_meant(self._rank)
+        if self._drill.kind not in ALONE_KINDS:
+            self._call_differently(is_meant=is_meant)
+        elif is_meant:
             self._stop_alone()
-        elif self._drill.kind not in ALONE_KINDS:
-            self._call_differently(is_meant=self._drill.is_meant(self._rank))
 
     def _stop_alone(self) -> None:
         drill = self._drill

@@ -154,9 +154,9 @@ def _is_account_of(node: str, cause: NodeReport | None, reports: Sequence[NodeRe
     """Return whether *node* itself reported *cause*; of a hang all nodes together may know more."""
     if cause is None or cause.node != node:
         return False
-    told = (cause.failure_class, set(cause.culprits))
+    found = (cause.failure_class, set(cause.culprits))
     own = [(r.failure_class, set(r.culprits)) for r in reports if r.node == node]
-    return cause.kind is not ReportKind.HANG or told in own
+    return cause.kind is not ReportKind.HANG or found in own
 
 
 def remote_incident(decision: RestartDecision, *, run_id: str, detected_us: int) -> Incident:
